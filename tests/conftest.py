@@ -1,0 +1,60 @@
+"""Shared test set-up: no network, a fast BLAS before MLX loads, and GPU tests counted where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before any import that could ask a hub: a test never downloads.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import engine  # noqa: E402, F401  (loads the BLAS that MLX is to use; must come before MLX)
+import mlx.core as mx  # noqa: E402
+import pytest  # noqa: E402
+
+_GPU = mx.metal.is_available() or mx.cuda.is_available()
+_NEEDS_GPU = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options that turn an expected skip into a run or a failure."""
+    parser.addoption("--require-gpu", action="store_true", help="fail at once without a Metal or CUDA device")
+    parser.addoption("--full", action="store_true", help="also run tests that need the real checkpoint or hours")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run that is to prove the GPU path must not turn green by skipping it."""
+    config.stash[_NEEDS_GPU] = 0
+    if config.getoption("--require-gpu") and not _GPU:
+        raise pytest.UsageError("--require-gpu: MLX sees no Metal or CUDA device here")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with its reason, what this machine or this run cannot do."""
+    no_gpu = pytest.mark.skip(reason="needs a GPU: MLX sees no Metal or CUDA device here")
+    not_full = pytest.mark.skip(reason="needs --full")
+    for item in items:
+        if item.get_closest_marker("full") and not config.getoption("--full"):
+            item.add_marker(not_full)
+        if item.get_closest_marker("gpu") and not _GPU:
+            item.add_marker(no_gpu)
+            config.stash[_NEEDS_GPU] += 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how much of the suite this machine could not show."""
+    count = config.stash[_NEEDS_GPU]
+    if count:
+        terminalreporter.write_line(f"{count} tests need a GPU and were skipped")
+    elif _GPU:
+        terminalreporter.write_line("a GPU was there: no test was skipped for want of one")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty run folder; the test's working folder is its parent, so relative paths land nowhere else."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
