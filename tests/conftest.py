@@ -9,9 +9,12 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-import engine  # noqa: E402, F401  (loads the BLAS that MLX is to use; must come before MLX)
-import mlx.core as mx  # noqa: E402
-import pytest  # noqa: E402
+# The engine loads the BLAS that MLX is to use, so it comes before MLX.
+import engine  # noqa: F401
+
+# isort: split
+import mlx.core as mx
+import pytest
 
 _GPU = mx.metal.is_available() or mx.cuda.is_available()
 _NEEDS_GPU = pytest.StashKey[int]()
