@@ -1,0 +1,335 @@
+"""Minutes and memory of a plan before it runs: from the geometry alone, or from a short probe once weights are there.
+
+Nothing here touches a device or a file. Times are forecasts, never results: they decide what fits a budget and
+what the dry run prints. Memory counts the weights once, the caches of every live arm, and the transient arrays of
+one prefill chunk; a frontier that does not fit is skipped by the plan with the reason given here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.config import ModelConfig
+from sweeps.points import FRONTIERS
+
+GB = 1_000_000_000
+GIB = 1 << 30
+
+ALLOCATOR_SLACK = 5.0
+"""Activation arrays of a chunk that are alive or kept for reuse at once. With it, and with attention scores where
+they are materialised, the forecast meets the peaks published for MLX-LM on this model from 8K to 130K within 1 GB."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a forecast needs to know of a machine.
+
+    Attributes:
+        name: chip, as people call it. kind: ``"metal"``, ``"cuda"`` or ``"cpu"``.
+        memory_bytes: unified, GPU or system memory. working_set_bytes: what MLX may hold without paging.
+        bandwidth: bytes a second that decode reaches on weights. flops: operations a second that prefill reaches.
+        launch_seconds: fixed cost of one decode step. slow_scan: whether MLX-LM's Gated DeltaNet runs a token at a time.
+        fused_attention: whether prefill attention at head size 256 runs without materialising its scores.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    working_set_bytes: int
+    bandwidth: float
+    flops: float
+    launch_seconds: float
+    slow_scan: bool = False
+    fused_attention: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation or cache element: float32 on a CPU, else bfloat16."""
+        return 4 if self.kind == "cpu" else 2
+
+
+# Peak memory bandwidth in GB/s and prefill TFLOP/s reached on this model, by Apple chip: only the size of things.
+_APPLE = {
+    "M1": (68, 1.3), "M1 Pro": (200, 2.6), "M1 Max": (400, 5.2), "M1 Ultra": (800, 10),
+    "M2": (100, 1.8), "M2 Pro": (200, 3.4), "M2 Max": (400, 6.8), "M2 Ultra": (800, 13),
+    "M3": (100, 1.8), "M3 Pro": (150, 3.3), "M3 Max": (400, 7), "M3 Ultra": (819, 14),
+    "M4": (120, 2.3), "M4 Pro": (273, 4.8), "M4 Max": (546, 9.5),
+    "M5": (153, 6), "M5 Pro": (307, 12), "M5 Max": (614, 23),
+}  # fmt: skip
+# Decode reaches about this share of the peak bandwidth; the rest is the fixed cost of a step.
+_APPLE_SHARE = 0.7
+
+
+def apple(chip: str, memory_gb: float, working_set_bytes: int | None = None) -> Machine:
+    """A Mac of `memory_gb` (GiB of unified memory) with the chip named, as in ``"M4 Pro"``.
+
+    Without a measured working set the system's default is taken: two thirds of the memory up to 36 GB, else
+    three quarters.
+    """
+    key = chip.removeprefix("Apple ").strip()
+    peak, tflops = _APPLE.get(key) or _APPLE.get(key.split(" ")[0]) or _APPLE["M1"]
+    memory = int(memory_gb * GIB)
+    default = int(memory * (2 / 3 if memory_gb <= 36 else 3 / 4))
+    return Machine(
+        name=f"Apple {key}",
+        kind="metal",
+        memory_bytes=memory,
+        working_set_bytes=working_set_bytes or default,
+        bandwidth=peak * GB * _APPLE_SHARE,
+        flops=tflops * 1e12,
+        launch_seconds=2.5e-3,
+        fused_attention=key.startswith("M5"),
+    )
+
+
+def cuda(name: str, memory_bytes: int) -> Machine:
+    """A CUDA accelerator; rates are those seen on a data-centre GPU, where a step is bound by its launches."""
+    return Machine(name, "cuda", memory_bytes, int(0.95 * memory_bytes), 1.5e12, 5e13, 6e-3, True, True)
+
+
+def cpu(name: str, memory_bytes: int, cores: int = 2) -> Machine:
+    """A machine without accelerator: float32, a fifth of memory left to the system."""
+    return Machine(name, "cpu", memory_bytes, int(0.8 * memory_bytes), 4e9, 7e9 * max(1, cores), 4e-3, True)
+
+
+def this_machine(info: Mapping[str, Any] | None = None) -> Machine:
+    """The machine that runs this process.
+
+    Args:
+        info: keys ``kind``, ``name``, ``memory_bytes``, ``working_set_bytes`` (those of `engine.device.device_info`);
+            None asks the engine, which loads MLX.
+    """
+    import psutil
+
+    total, cores = psutil.virtual_memory().total, psutil.cpu_count(logical=False) or 1
+    if info is None:
+        from engine.device import device_info
+
+        info = device_info()
+    kind, name = str(info.get("kind", "cpu")), str(info.get("name") or info.get("chip") or "this machine")
+    memory = int(info.get("memory_bytes") or total)
+    if kind == "metal":
+        return apple(name, memory / GIB, info.get("working_set_bytes"))
+    return cuda(name, memory) if kind == "cuda" else cpu(name, min(memory, total), cores)
+
+
+# -- bytes and operations from the geometry ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's weights: resident, read by one decoded token, and of the routed experts alone."""
+
+    total: int
+    per_token: int
+    experts: int
+
+
+def weight_sizes(config: ModelConfig, resident: int | None = None) -> Sizes:
+    """Bytes of 4-bit weights (routers 8-bit) with a scale and bias a group of 64.
+
+    Args:
+        resident: bytes of the checkpoint where known (dense or mixed packing); scales all figures.
+    """
+    packed4, packed8 = 0.5625, 1.0625
+    c = config
+    hidden = c.hidden_size
+    vocabulary = c.vocab_size * hidden
+    gated = hidden * (c.conv_dim + 2 * c.value_dim + 2 * c.linear_num_value_heads)
+    heads = c.num_attention_heads * c.head_dim
+    attention = hidden * (3 * heads + 2 * c.num_key_value_heads * c.head_dim)
+    mixers = len(c.linear_layers) * gated + len(c.attention_layers) * attention
+    layers = c.num_hidden_layers
+    gates = layers * hidden * (c.num_experts + 1)
+    shared = layers * 3 * hidden * c.shared_expert_intermediate_size
+    one_expert = 3 * hidden * c.moe_intermediate_size * packed4
+    small = len(c.linear_layers) * c.conv_dim * c.linear_conv_kernel_dim * 2 + (2 * layers + 1) * hidden * 2
+    experts = layers * c.num_experts * one_expert
+    always = (mixers + shared + vocabulary) * packed4 + gates * packed8 + small
+    total = always + vocabulary * packed4 + experts
+    scale = resident / total if resident else 1.0
+    per_token = always + layers * c.num_experts_per_tok * one_expert
+    return Sizes(int(total * scale), int(per_token * scale), int(experts * scale))
+
+
+def active_flops(config: ModelConfig) -> float:
+    """Operations of one token's products without the head and without attention over the context."""
+    c = config
+    hidden = c.hidden_size
+    gated = hidden * (c.conv_dim + 2 * c.value_dim)
+    recurrence = 3.5 * c.linear_key_head_dim * c.value_dim
+    heads = c.num_attention_heads * c.head_dim
+    attention = hidden * (3 * heads + 2 * c.num_key_value_heads * c.head_dim)
+    wide = c.num_experts_per_tok * c.moe_intermediate_size + c.shared_expert_intermediate_size
+    moe = 3 * hidden * wide + hidden * c.num_experts
+    return 2 * (
+        len(c.linear_layers) * (gated + recurrence)
+        + len(c.attention_layers) * attention
+        + c.num_hidden_layers * moe
+    )  # fmt: skip
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Operations of a prefill of `tokens`: products linear in them, causal attention quadratic."""
+    scores = 2 * config.num_attention_heads * config.head_dim * len(config.attention_layers)
+    return tokens * (active_flops(config) + scores * tokens)
+
+
+def decode_bytes(config: ModelConfig, sizes: Sizes, position: int, itemsize: int) -> float:
+    """Bytes one decode step reads and writes at `position`: weights, state twice, keys and values."""
+    cache = config.cache_bytes_per_token(itemsize) * position
+    return sizes.per_token + 2 * config.state_bytes(itemsize) + cache
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at one frontier: `weights` once, `caches` of all live arms, `transient` of one chunk; `limit` to fit in."""
+
+    weights: int
+    caches: int
+    transient: int
+    limit: int
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return self.weights + self.caches + self.transient
+
+    @property
+    def fits(self) -> bool:
+        """Whether the total stays inside the working set."""
+        return self.total <= self.limit
+
+
+def memory(
+    config: ModelConfig, machine: Machine, frontier: int, arms: int, chunk: int = 2048, weights: int | None = None
+) -> Memory:
+    """Forecast of device memory with `arms` caches alive at `frontier` tokens.
+
+    Args:
+        chunk: longest prefill chunk of any arm, in tokens.
+        weights: bytes of the checkpoint where known; None computes them from the geometry.
+    """
+    size = machine.itemsize
+    caches = arms * (config.cache_bytes_per_token(size) * frontier + config.state_bytes(size))
+    rows = min(chunk, frontier)
+    routed = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 2 * config.hidden_size)
+    wide = max(routed + 4 * config.conv_dim, 4 * config.hidden_size)
+    transient = int(ALLOCATOR_SLACK * rows * wide * size)
+    if not machine.fused_attention:
+        transient += config.num_attention_heads * rows * frontier * size
+    transient += config.vocab_size * 4 * 2
+    total = weight_sizes(config, weights).total
+    return Memory(total, caches, transient, machine.working_set_bytes)
+
+
+def largest_frontier(
+    config: ModelConfig,
+    machine: Machine,
+    arms: int,
+    chunk: int = 2048,
+    weights: int | None = None,
+    frontiers: Sequence[int] = FRONTIERS,
+) -> int | None:
+    """The largest of `frontiers` that fits with `arms` live arms, or None if not even the smallest does."""
+    fitting = [
+        f
+        for f in frontiers
+        if f <= config.max_position_embeddings and memory(config, machine, f, arms, chunk, weights).fits
+    ]
+    return max(fitting, default=None)
+
+
+# -- time --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Probe:
+    """A few seconds of each arm on the real weights, and what a session costs besides.
+
+    Attributes:
+        prefill: arm name to ``[(tokens, seconds), …]``, lengths rising.
+        decode: arm name to ``[(position, seconds a token), …]``, positions rising.
+        start_seconds: from spawning a worker to its weights being ready.
+    """
+
+    prefill: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    decode: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    start_seconds: float | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Probe:
+        """From the JSON form."""
+
+        def pairs(table: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
+            return {arm: [(int(n), float(s)) for n, s in rows] for arm, rows in table.items()}
+
+        return cls(pairs(values.get("prefill", {})), pairs(values.get("decode", {})), values.get("start_seconds"))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of single pieces of work of one model on one machine; measured where `probe` covers the arm."""
+
+    config: ModelConfig
+    machine: Machine
+    weights: int | None = None
+    probe: Probe | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of the weights."""
+        return weight_sizes(self.config, self.weights)
+
+    def prefill(self, arm: str, tokens: int, subject: str = "engine", chunk: int = 2048) -> float:
+        """Seconds of one prefill of `tokens` into an empty cache."""
+        measured = self.probe.prefill.get(arm) if self.probe else None
+        if measured:
+            return _scaled(measured, tokens, self.config)
+        chunks = math.ceil(tokens / chunk)
+        weights = self.sizes.total * chunks / self.machine.bandwidth
+        seconds = prefill_flops(self.config, tokens) / self.machine.flops + weights + 0.01 * chunks
+        if subject == "mlx_lm" and self.machine.slow_scan:
+            # Without a fused Gated DeltaNet the scan is a loop over tokens in Python: about 60 us a layer and token.
+            seconds += tokens * len(self.config.linear_layers) * 6e-5
+        return seconds
+
+    def decode(self, arm: str, position: int, tokens: int) -> float:
+        """Seconds of `tokens` decode steps at `position`."""
+        measured = self.probe.decode.get(arm) if self.probe else None
+        if measured:
+            return tokens * _interpolated(measured, position)
+        moved = decode_bytes(self.config, self.sizes, position, self.machine.itemsize)
+        return tokens * (moved / self.machine.bandwidth + self.machine.launch_seconds)
+
+    def start(self) -> float:
+        """Seconds from spawning a worker process to its weights being ready and warm caches made."""
+        if self.probe and self.probe.start_seconds is not None:
+            return self.probe.start_seconds
+        return 4.0 + self.sizes.total / (2 * GB)
+
+
+def _scaled(measured: list[tuple[int, float]], tokens: int, config: ModelConfig) -> float:
+    """Seconds at `tokens`: linear between probed lengths, beyond them in proportion to the operations."""
+    shortest, longest = measured[0], measured[-1]
+    if tokens >= longest[0]:
+        return longest[1] * prefill_flops(config, tokens) / prefill_flops(config, longest[0])
+    if tokens <= shortest[0]:
+        return shortest[1] * tokens / shortest[0]
+    return _interpolated(measured, tokens)
+
+
+def _interpolated(measured: list[tuple[int, float]], at: int) -> float:
+    """Straight lines through the points; outside, the slope of the outer two, never falling below the nearest."""
+    if len(measured) == 1 or at <= measured[0][0]:
+        return measured[0][1]
+    pairs = list(zip(measured, measured[1:]))
+    (x0, y0), (x1, y1) = next((p for p in pairs if at <= p[1][0]), pairs[-1])
+    value = y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return max(value, y1) if at > x1 else value
