@@ -1,0 +1,115 @@
+"""How much memory a model needs, from its geometry alone: weights, cache, and the scratch of a prefill chunk.
+
+Pure arithmetic: no MLX, no files, so that a plan for another machine can use it. Only the full-attention layers'
+keys and values grow with the context; a Gated DeltaNet layer keeps a state of constant size.
+"""
+
+from __future__ import annotations
+
+from engine.config import GROUP_SIZE, ModelConfig
+
+SMALLEST_FRONTIER = 256
+"""The shortest context that a sweep measures, in tokens."""
+
+_SCRATCH_FACTOR = 4
+"""Intermediates of a chunk that are alive, or kept by the allocator, at once, in multiples of one layer's."""
+
+
+def packed_bytes(elements: int, bits: int | None, itemsize: int) -> int:
+    """Bytes of a matrix of `elements` weights: codes, and a scale and bias of `itemsize` bytes a group.
+
+    bits: 4 or 8, or None for a dense matrix of `itemsize` bytes an element.
+    """
+    if bits is None:
+        return elements * itemsize
+    return elements * bits // 8 + 2 * itemsize * (elements // GROUP_SIZE)
+
+
+def weight_bytes(config: ModelConfig, bits: int | None = 4, itemsize: int = 2) -> int:
+    """Bytes of all text weights, as MLX-community checkpoints pack them.
+
+    Args:
+        bits: width of the packed matrices (routers and shared-expert gates always have 8); None = nothing packed.
+        itemsize: bytes of a float (2 for bfloat16; 4 where floats are cast to float32, as on a CPU).
+    """
+    c, hidden = config, config.hidden_size
+    heads = c.num_attention_heads * c.head_dim
+    kv = c.num_key_value_heads * c.head_dim
+    attention = hidden * (2 * heads + 2 * kv) + heads * hidden
+    delta = hidden * (c.conv_dim + c.value_dim + 2 * c.linear_num_value_heads) + c.value_dim * hidden
+    experts = 3 * hidden * (c.num_experts * c.moe_intermediate_size + c.shared_expert_intermediate_size)
+    full, linear, layers = len(c.attention_layers), len(c.linear_layers), c.num_hidden_layers
+
+    matrices = full * attention + linear * delta + layers * experts + 2 * c.vocab_size * hidden
+    gates = layers * hidden * (c.num_experts + 1)
+    delta_small = c.conv_dim * c.linear_conv_kernel_dim + c.linear_value_head_dim + c.linear_num_value_heads
+    floats = full * 2 * c.head_dim + linear * delta_small + (2 * layers + 1) * hidden
+    decay = linear * 4 * c.linear_num_value_heads
+    gate_bits = None if bits is None else 8
+    return packed_bytes(matrices, bits, itemsize) + packed_bytes(gates, gate_bits, itemsize) + floats * itemsize + decay
+
+
+def cache_bytes(config: ModelConfig, positions: int, itemsize: int = 2, step: int = 256) -> int:
+    """Bytes of one sequence's cache at `positions` tokens: keys and values in steps, and the constant state."""
+    rounded = -(-positions // step) * step
+    return rounded * config.cache_bytes_per_token(itemsize) + config.state_bytes(itemsize)
+
+
+def scratch_bytes(config: ModelConfig, positions: int, chunk: int = 2048, itemsize: int = 2) -> int:
+    """Bytes that a prefill chunk needs for a while, on top of weights and caches.
+
+    MLX has no fused prefill attention for heads of 256, so the scores of a chunk, ``[heads, chunk, positions]``,
+    are an array. The rest is the widest intermediates of a layer, times what is alive at once; the factor is
+    fitted to published peaks of MLX-LM on a Mac (see the tests).
+    """
+    c, rows = config, min(chunk, positions)
+    scores = c.num_attention_heads * rows * positions * itemsize
+    experts = c.num_experts_per_tok * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
+    delta = 3 * (c.conv_dim + c.value_dim)
+    return scores + _SCRATCH_FACTOR * rows * (experts + delta) * itemsize
+
+
+def run_bytes(
+    config: ModelConfig,
+    positions: int,
+    *,
+    arms: int = 1,
+    chunk: int = 2048,
+    itemsize: int = 2,
+    bits: int | None = 4,
+    weights: int | None = None,
+) -> int:
+    """Peak device bytes of a run at a context of `positions` tokens.
+
+    Args:
+        arms: sequences alive at once; arms share the weights, each has its own cache, one prefills at a time.
+        weights: bytes of the weights if known (a loaded checkpoint), else computed from the geometry.
+    """
+    held = weight_bytes(config, bits, itemsize) if weights is None else weights
+    return held + arms * cache_bytes(config, positions, itemsize) + scratch_bytes(config, positions, chunk, itemsize)
+
+
+def largest_frontier(
+    config: ModelConfig,
+    budget: int,
+    *,
+    arms: int = 1,
+    chunk: int = 2048,
+    itemsize: int = 2,
+    bits: int | None = 4,
+    weights: int | None = None,
+) -> int:
+    """The largest power-of-two context, from 256 to what the model supports, whose run fits `budget` bytes.
+
+    The keyword arguments are those of `run_bytes`.
+
+    Returns:
+        Tokens, or 0 if not even the smallest frontier fits.
+    """
+    best, frontier = 0, SMALLEST_FRONTIER
+    while frontier <= config.max_position_embeddings:
+        need = run_bytes(config, frontier, arms=arms, chunk=chunk, itemsize=itemsize, bits=bits, weights=weights)
+        if need > budget:
+            break
+        best, frontier = frontier, 2 * frontier
+    return best
