@@ -59,9 +59,8 @@ def block_order(names: Sequence[str], seed: str, block: int, *, walk: bool = Fal
 
 def block_cells(job: Job, session: int, point: Point, block: int) -> list[Cell]:
     """Windows of one block in the order in which they run, arms skipped beforehand left out."""
-    names = [arm.name for arm in job.arms if arm.name not in point.skip or _filled_from_other(point)]
+    names = [arm.name for arm in job.arms if arm.name not in point.skip]
     walk = point.phase == "prefill" and not point.straight
-    names = names if point.phase == "decode" else [name for name in names if name not in point.skip]
     turns: dict[str, int] = {}
     cells = []
     for slot, name in enumerate(block_order(names, f"{job.seed}/{session}/{point.key}", block, walk=walk)):
@@ -178,6 +177,3 @@ class Walk:
         if self.position != stop:
             raise ChunksDiffer(f"whole chunks from {begin} to {stop} ran {stretch.value.chunks}")
 
-
-def _filled_from_other(point: Point) -> bool:
-    return point.phase == "decode"

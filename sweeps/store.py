@@ -160,15 +160,15 @@ def _cell(row: SampleRow) -> CellKey:
     return row.point, row.arm, row.session, row.block, row.slot
 
 
-def _resolve(rows: Iterable[SampleRow]) -> list[SampleRow]:
-    """One row a window. A note on a whole point (block -1) that asked for a retry goes once the point was tried."""
-    latest = _latest(rows, lambda row: (*_cell(row), row.series is not None))
-    measured = {(row.point, row.arm, row.session) for row in latest if row.block >= 0 and row.status == "ok"}
-    return [
+def _resolve(rows: list[SampleRow]) -> list[SampleRow]:
+    """One row a window; a note to try a whole point again (block -1) goes once a later row shows that it was tried."""
+    last_ok = {(row.point, row.arm, row.session): n for n, row in enumerate(rows) if row.block >= 0}
+    kept = [
         row
-        for row in latest
-        if not (row.block < 0 and not is_final(row) and (row.point, row.arm, row.session) in measured)
+        for n, row in enumerate(rows)
+        if row.block >= 0 or is_final(row) or last_ok.get((row.point, row.arm, row.session), -1) < n
     ]
+    return _latest(kept, lambda row: (*_cell(row), row.series is not None))
 
 
 def _latest(rows: Iterable[Any], key: Any) -> list[Any]:

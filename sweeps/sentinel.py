@@ -1,0 +1,114 @@
+"""A fixed kernel timed before each block: it tells heat and company from a change in the arms.
+
+On an accelerator the run waits until the kernel is back near the session's best; on a CPU its time is only recorded,
+because a shared CPU may never come back.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sweeps.clock import Clock, WindowVoid, timed
+
+REPEATS = 5
+WARM_READINGS = 10
+LEAST_MARGIN = 0.03
+WAIT_SECONDS = 120.0
+LONG_WAIT_SECONDS = 600.0
+LONG_FRONTIER = 65_536
+PAUSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Sentinel before a block: its time in ns, seconds waited for it, whether it was still slow when the run went on."""
+
+    ns: int
+    waited: float
+    hot: bool
+
+
+@dataclass
+class Sentinel:
+    """The kernel, and what this session has seen of it.
+
+    Attributes:
+        kernel: does the fixed work and waits for it. may_wait: whether to wait for a slow machine (accelerators).
+        best_ns, margin: the session's best median, and the share above it that still counts as cool.
+        series: every reading in ns, in order.
+    """
+
+    kernel: Callable[[], None]
+    clock: Clock
+    may_wait: bool
+    best_ns: int = 0
+    margin: float = LEAST_MARGIN
+    series: list[int] = field(default_factory=list)
+
+    def warm_up(self) -> None:
+        """Learn the kernel's best time here and its spread: margin = max(3 %, 3 x standard deviation / median)."""
+        for _ in range(3):
+            self.kernel()
+        readings = [self._read() for _ in range(WARM_READINGS)]
+        self.best_ns = min(readings)
+        self.margin = max(LEAST_MARGIN, 3 * statistics.stdev(readings) / statistics.median(readings))
+
+    def before_block(self, frontier: int) -> Reading:
+        """Time the kernel; on an accelerator wait until it is within the margin (120 s at most, 600 s from 64K)."""
+        limit = LONG_WAIT_SECONDS if frontier >= LONG_FRONTIER else WAIT_SECONDS
+        waited = 0.0
+        ns = self._read()
+        while self.may_wait and self._slow(ns) and waited < limit:
+            pause = min(PAUSE_SECONDS, limit - waited)
+            self.clock.sleep(pause)
+            waited += pause
+            ns = self._read()
+        self.best_ns = min(self.best_ns or ns, ns)
+        return Reading(ns, waited, self._slow(ns))
+
+    def _slow(self, ns: int) -> bool:
+        return bool(self.best_ns) and ns > self.best_ns * (1 + self.margin)
+
+    def _read(self) -> int:
+        times = []
+        while len(times) < REPEATS:
+            try:
+                times.append(timed(self.clock, self.kernel).elapsed_ns)
+            except WindowVoid:
+                continue
+        ns = round(statistics.median(times))
+        self.series.append(ns)
+        return ns
+
+
+def cpu_kernel() -> Callable[[], None]:
+    """A float32 product in NumPy, about a millisecond on one core."""
+    import numpy as np
+
+    a = np.random.default_rng(0).standard_normal((192, 192), dtype=np.float32)
+
+    def kernel() -> None:
+        b = a
+        for _ in range(4):
+            b = (a @ b) * 0.05
+
+    return kernel
+
+
+def device_kernel() -> Callable[[], None]:
+    """A bf16 product on MLX's default device, long enough to show its clock rate (some milliseconds)."""
+    import mlx.core as mx
+
+    a = mx.random.normal((4096, 4096), key=mx.random.key(0)).astype(mx.bfloat16)
+    mx.eval(a)
+
+    def kernel() -> None:
+        b = a
+        for _ in range(8):
+            b = (a @ b) * 0.01
+        mx.eval(b)
+        mx.synchronize()
+
+    return kernel
