@@ -151,11 +151,12 @@ class _Maker:
 
     def matrix(self, name: str, *shape: int, std: float | None = None, bits: int | None = None) -> None:
         """A matrix ``[..., out, in]`` with standard deviation `std` (default ``1 / sqrt(in)``)."""
-        width, std = shape[-1], std or shape[-1] ** -0.5
-        bits = bits if bits is not None and self.bits is not None else self.bits
-        if bits is None:
+        width = shape[-1]
+        std = width**-0.5 if std is None else std
+        if self.bits is None:
             self.put(f"{name}.weight", mx.random.normal(shape, scale=std, key=self.key(name)))
             return
+        bits = bits or self.bits
         levels = 2**bits
         scale = std / math.sqrt((levels**2 - 1) / 12)
         groups = (*shape[:-1], width // GROUP_SIZE)
@@ -198,8 +199,11 @@ class _Maker:
             factor = mx.where(mx.arange(count) == busiest, self.router_gain, 1.0)[:, None]
             for part in ("weight",) if self.bits is None else ("scales", "biases"):
                 self.put(f"{at}.gate.{part}", self.tensors[f"{at}.gate.{part}"] * factor)
-        for part, shape in (("gate_proj", (wide, c.hidden_size)), ("up_proj", (wide, c.hidden_size)),
-                            ("down_proj", (c.hidden_size, wide))):
+        for part, shape in (
+            ("gate_proj", (wide, c.hidden_size)),
+            ("up_proj", (wide, c.hidden_size)),
+            ("down_proj", (c.hidden_size, wide)),
+        ):
             self.matrix(f"{at}.switch_mlp.{part}", count, *shape)
         self.matrix(f"{at}.shared_expert.gate_proj", shared, c.hidden_size)
         self.matrix(f"{at}.shared_expert.up_proj", shared, c.hidden_size)
@@ -302,8 +306,14 @@ def write_checkpoint(
     _write_json(path / "config.json", document)
     _write_json(
         path / "generation_config.json",
-        {"eos_token_id": list(config.eos_token_ids), "bos_token_id": config.bos_token_id,
-         "do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95},
+        {
+            "eos_token_id": list(config.eos_token_ids),
+            "bos_token_id": config.bos_token_id,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 20,
+            "top_p": 0.95,
+        },
     )
     extra = _vision_tensors("vision_tower" if layout == "mlx" else "model.visual", dtype) if vision else {}
     form = "mlx" if layout == "mlx" else "pt"
@@ -366,8 +376,13 @@ def _put_experts(made: dict[str, mx.array], at: str, base: str, dense: Mapping[s
 
 
 def _vision_tensors(prefix: str, dtype: mx.Dtype) -> dict[str, mx.array]:
-    shapes = {"patch_embed.proj.weight": (8, 2, 4, 4, 3), "patch_embed.proj.bias": (8,), "blocks.0.norm1.weight": (8,),
-              "blocks.0.attn.qkv.weight": (24, 8), "merger.norm.weight": (8,)}
+    shapes = {
+        "patch_embed.proj.weight": (8, 2, 4, 4, 3),
+        "patch_embed.proj.bias": (8,),
+        "blocks.0.norm1.weight": (8,),
+        "blocks.0.attn.qkv.weight": (24, 8),
+        "merger.norm.weight": (8,),
+    }
     return {f"{prefix}.{name}": mx.zeros(shape, dtype) for name, shape in shapes.items()}
 
 
