@@ -1,0 +1,75 @@
+"""The subjects of a sweep, built from a job's arms on one shared model.
+
+`make` imports MLX only for arms that need it, so a job of stubs runs on any machine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sweeps.points import Arm, Job
+from sweeps.subjects.base import Subject, SubjectError
+
+if TYPE_CHECKING:
+    from sweeps.subjects.shared import Shared
+    from sweeps.subjects.stub import Sleep
+
+__all__ = ["make", "share"]
+
+
+def share(job: Job) -> Shared | None:
+    """The model that the arms of `job` will share, not loaded yet; None if no arm needs one.
+
+    Raises:
+        SubjectError: the job names neither a folder nor a synthetic model.
+    """
+    kinds = {arm.subject for arm in job.arms}
+    if not kinds & {"engine", "mlx_lm"}:
+        return None
+    from sweeps.subjects.shared import Shared
+
+    return Shared(job.model, baseline="mlx_lm" in kinds)
+
+
+def make(arm: Arm, job: Job, shared: Shared | None = None, sleep: Sleep | None = None) -> Subject:
+    """Build the subject of `arm`.
+
+    Args:
+        arm: what to build; `config` holds EngineConfig for the engine, `options` the rest.
+        job: the job it belongs to.
+        shared: the loaded model (`share`); needed by the engine and MLX-LM.
+        sleep: how a stub spends time; None is the machine's clock.
+
+    Raises:
+        SubjectUnsupported: the arm cannot run on this device; its rows become `skipped` with this reason.
+        SubjectOutOfMemory: the weights do not fit.
+        SubjectError: an unknown subject or option.
+    """
+    if arm.subject == "stub":
+        from sweeps.subjects.stub import Stub, StubOptions
+
+        return Stub(StubOptions.from_dict(arm.options), sleep)
+    if arm.subject == "llama_bench":
+        raise SubjectError(
+            f"arm {arm.name}: llama-bench times itself in its own process; use sweeps.subjects.llama_bench.measure"
+        )
+    if shared is None:
+        raise SubjectError(f"arm {arm.name}: {arm.subject} needs the shared model of the job")
+    if arm.subject == "mlx_lm":
+        return _mlx_lm(arm, shared)
+    if arm.subject == "engine":
+        from sweeps.subjects.engine import EngineSubject
+
+        return EngineSubject.from_arm(arm, shared)
+    raise SubjectError(f"arm {arm.name}: unknown subject {arm.subject!r}; known: engine, mlx_lm, llama_bench, stub")
+
+
+def _mlx_lm(arm: Arm, shared: Shared) -> Subject:
+    from sweeps.subjects.mlx_lm import MlxLm
+
+    allowed = {"chunk", "speculative"}
+    options: dict[str, Any] = dict(arm.options)
+    if unknown := sorted(set(options) - allowed):
+        known = ", ".join(sorted(allowed))
+        raise SubjectError(f"arm {arm.name}: MLX-LM has no option {', '.join(unknown)}; known: {known}")
+    return MlxLm(shared.lm_model, shared.config, **options)
