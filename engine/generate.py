@@ -1,0 +1,481 @@
+"""The engine: one model, one configuration, one sequence. Prefill, decode, sample, snapshot.
+
+`Engine` is what subjects, chat and server drive. A decode step feeds the token that the device holds, so nothing
+is read back between steps unless the configuration asks for it; several steps are submitted before the oldest
+token is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence
+
+import mlx.core as mx
+
+from engine.cache import Cache, ExactView, Snapshot, TracedView, bucket_for
+from engine.config import EngineConfig, ModelConfig
+from engine.device import activation_dtype, device_kind
+from engine.model import Boundary, Model, no_wait
+from engine.ops import VariantUnsupported, bind
+from engine.weights import Weights
+
+Progress = Callable[[int, int], None]
+
+
+class NonFinite(RuntimeError):
+    """A logit was NaN or infinite: the run stops rather than go on with noise."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1.0 keep everything."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+def sample(logits: mx.array, how: Sampling, key: mx.array | None = None) -> mx.array:
+    """Draw one id per row, on the device.
+
+    Args:
+        logits: ``[rows, vocabulary]``. key: a random key; needed unless greedy.
+
+    Returns:
+        uint32 ``[rows]``. Ties of the greedy choice go to the lowest id.
+    """
+    if how.temperature == 0:
+        return mx.argmax(logits, axis=-1).astype(mx.uint32)
+    scores = logits.astype(mx.float32) / how.temperature
+    if how.top_k and how.top_k < scores.shape[-1]:
+        floor = mx.min(mx.topk(scores, how.top_k, axis=-1), axis=-1, keepdims=True)
+        scores = mx.where(scores < floor, -mx.inf, scores)
+    if how.top_p < 1:
+        order = mx.argsort(-scores, axis=-1)
+        ranked = mx.softmax(mx.take_along_axis(scores, order, axis=-1), axis=-1)
+        # A token stays if the mass before it is short of top_p, so the first always stays.
+        cut = mx.cumsum(ranked, axis=-1) - ranked >= how.top_p
+        ranked_scores = mx.where(cut, -mx.inf, mx.take_along_axis(scores, order, axis=-1))
+        scores = mx.put_along_axis(scores, order, ranked_scores, axis=-1)
+    return mx.random.categorical(scores, key=key).astype(mx.uint32)
+
+
+class Engine:
+    """One model under one `EngineConfig`, holding one sequence.
+
+    Args:
+        config: architecture. weights: loaded, synthetic, or borrowed from another model.
+        engine: every optimisation. vocabulary: ids below it are real (default: all of ``vocab_size``).
+        dtype: activation type; default by device (`activation_dtype`).
+
+    Raises:
+        VariantUnsupported: a named variant or a combination of settings that cannot run here.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, engine: EngineConfig | None = None,
+        vocabulary: int | None = None, dtype: mx.Dtype | None = None,
+    ):  # fmt: skip
+        self.config, self.engine = config, engine or EngineConfig()
+        self.dtype = dtype or activation_dtype()
+        self.device = device_kind()
+        self.ops = bind(self.engine, self.device)
+        self.model = Model(config, weights, self.ops, vocabulary or config.vocab_size)
+        self.cache = Cache(config, self.dtype, self.engine.cache.step)
+        self.trace = self._trace()
+        self._steps: dict[tuple[int, bool], tuple[Callable[[], mx.array], dict]] = {}
+        self._layers: dict[tuple[int, int], tuple[Callable[..., Any], dict]] = {}
+
+    def _trace(self) -> str:
+        wanted, host = self.engine.decode.trace, [b.op.name for b in self.ops.all() if b.reads_host]
+        if wanted == "best":
+            # On a CPU nothing is launched, so there is no launch to save by compiling.
+            return "eager" if host or self.device == "cpu" else "step"
+        if host and wanted == "step":
+            raise VariantUnsupported(
+                "decode.trace", wanted, f"{', '.join(host)} reads back to the host inside the step; use eager"
+            )
+        if host and wanted == "layer":
+            raise VariantUnsupported(
+                "decode.trace", wanted, f"{', '.join(host)} reads back to the host inside a layer; use eager"
+            )
+        return wanted
+
+    # -- sequence --------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Tokens in the cache."""
+        return self.cache.position
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids below it can be generated."""
+        return self.model.vocabulary
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.cache.reset()
+
+    def prefill(self, tokens: Sequence[int], last: bool = True, progress: Progress | None = None) -> int | None:
+        """Append `tokens` in chunks of `prefill.chunk`; drained on return.
+
+        Args:
+            last: also score the last row; False for a stretch that more tokens will follow.
+            progress: called as ``progress(done, total)`` after each chunk has completed on the device.
+
+        Returns:
+            The greedy next token, or None with ``last=False``.
+
+        Raises:
+            ValueError: no tokens, an id outside the vocabulary, or a sequence past the model's context.
+        """
+        self._check(tokens)
+        chunk, total = self.engine.prefill.chunk, len(tokens)
+        # Filled before the pass, so that growth is never part of a chunk's own work.
+        self.cache.reserve(self.position + total)
+        h = None
+        for start in range(0, total, chunk):
+            h = self._pass(tokens[start : start + chunk])
+            if progress is not None or start + chunk >= total:
+                mx.eval(h, self.cache.arrays())
+                if progress is not None:
+                    progress(min(start + chunk, total), total)
+            else:
+                mx.async_eval(self.cache.arrays())
+        if not last:
+            return None
+        assert h is not None
+        logits = self.model.head(h[:, -1:])[0]
+        token = mx.argmax(logits, axis=-1).astype(mx.uint32)
+        self.cache.state["token"] = token
+        mx.eval(token, logits)
+        self._finite(logits)
+        return int(token.item())
+
+    def _pass(self, tokens: Sequence[int]) -> mx.array:
+        """One eager pass over new tokens: hidden rows; the cache advances."""
+        view = ExactView(self.cache, len(tokens))
+        h = self.model(mx.array(tokens, dtype=mx.uint32), view, self._boundary())
+        self.cache.advance(len(tokens))
+        return h
+
+    def _boundary(self) -> Boundary:
+        if self.engine.prefill.submission == "chunk":
+            return no_wait
+        return lambda h: mx.eval(h)
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        if len(tokens) == 0:
+            raise ValueError("prefill needs at least one token")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.config.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
+        end = self.position + len(tokens)
+        if end > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{end} tokens exceed the model's context of {self.config.max_position_embeddings}"
+            )
+
+    def _finite(self, logits: mx.array) -> None:
+        if not mx.isfinite(logits).all().item():
+            raise NonFinite(f"a logit at position {self.position - 1} is not finite; the weights or a kernel are wrong")
+
+    # -- decode ----------------------------------------------------------------------------
+
+    def decode(self, first: int, count: int, clock: Callable[[], int] | None = None) -> list[int] | tuple:
+        """Greedy-decode `count` tokens after feeding `first`; end-of-sequence is ignored; drained on return.
+
+        Args:
+            clock: if given, read at the hand-over of each token.
+
+        Returns:
+            The ids, or ``(ids, stamps)`` with a clock.
+        """
+        self._room(count)
+        self.cache.state["token"] = mx.array([first], dtype=mx.uint32)
+        ids: list[int] = []
+        stamps: list[int] = []
+        pending: deque[mx.array] = deque()
+        keep = self.engine.decode.in_flight if self.engine.decode.feedback == "device" else 1
+        for _ in range(count):
+            pending.append(self.step())
+            if len(pending) >= keep:
+                self._hand_over(pending, ids, stamps, clock)
+        while pending:
+            self._hand_over(pending, ids, stamps, clock)
+        mx.eval(self.cache.arrays())
+        return (ids, stamps) if clock is not None else ids
+
+    def _hand_over(self, pending: deque[mx.array], ids: list[int], stamps: list[int], clock: Any) -> None:
+        ids.append(int(pending.popleft().item()))
+        if clock is not None:
+            stamps.append(clock())
+        if self.engine.decode.feedback == "host":
+            self.cache.state["token"] = mx.array([ids[-1]], dtype=mx.uint32)
+
+    def step(self) -> mx.array:
+        """Submit one greedy step: feed the token the device holds, leave the next one there.
+
+        Returns:
+            The next token, uint32 ``[1]``, still in flight.
+        """
+        return self._advance(scores=False)
+
+    def score(self) -> mx.array:
+        """Submit one step and return its logits ``[1, vocabulary]`` in flight; the caller sets the next token."""
+        return self._advance(scores=True)
+
+    def _advance(self, scores: bool) -> mx.array:
+        self.cache.reserve(self.position + 1)
+        if self.trace == "step":
+            out = self._traced_step(scores)
+        else:
+            out = self._eager_step(scores)
+        mx.async_eval(out, self.cache.arrays())
+        return out
+
+    def _eager_step(self, scores: bool) -> mx.array:
+        h = self._layered_pass() if self.trace == "layer" else self._token_pass()
+        return self._choose(h, scores)
+
+    def _token_pass(self) -> mx.array:
+        view = ExactView(self.cache, 1)
+        h = self.model(self.cache.state["token"], view, self._boundary())
+        self.cache.advance(1)
+        return h
+
+    def _choose(self, h: mx.array, scores: bool) -> mx.array:
+        """The step's end: logits, and unless they are the result, the next token (and the logarithms if asked)."""
+        logits = self.model.head(h)[0]
+        if scores:
+            return logits
+        if self.engine.decode.logprobs:
+            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            self.cache.state["logprobs"] = logits
+        token = mx.argmax(logits, axis=-1).astype(mx.uint32)
+        self.cache.state["token"] = token
+        return token
+
+    def _traced_step(self, scores: bool) -> mx.array:
+        bucket = min(bucket_for(self.position + 1), self.cache.capacity)
+        key = (bucket, scores)
+        state = self.cache.state
+        if self.engine.decode.logprobs and "logprobs" not in state:
+            state["logprobs"] = mx.zeros((1, self.vocabulary), self.dtype)
+        if key not in self._steps:
+            tally: dict = {}
+
+            def run() -> mx.array:
+                out = self._recorded(tally, lambda: self._choose(self._traced_pass(bucket), scores))
+                state["position"] = state["position"] + 1
+                return out
+
+            self._steps[key] = mx.compile(run, inputs=state, outputs=state), tally
+        step, tally = self._steps[key]
+        out = step()
+        self.cache.position += 1
+        self.ops.recorder.replay(tally)
+        return out
+
+    def _traced_pass(self, bucket: int) -> mx.array:
+        return self.model(self.cache.state["token"], TracedView(self.cache, bucket))
+
+    def _layered_pass(self) -> mx.array:
+        """One step with each layer compiled on its own; the position is a device array there too."""
+        state = self.cache.state
+        h = self.model.embed(state["token"])
+        bucket = min(bucket_for(self.position + 1), self.cache.capacity)
+        for index in range(self.config.num_hidden_layers):
+            h = self._layer_step(index, bucket)(h)
+            self._boundary()(h)
+        self.cache.advance(1)
+        return h
+
+    def _layer_step(self, index: int, bucket: int) -> Callable[[mx.array], mx.array]:
+        """Layer `index` compiled: takes hidden rows, replaces the layer's two state arrays."""
+        cache, state = self.cache, self.cache.state
+        full = index in cache.attention_index
+        first, second = ("keys", "values") if full else ("conv", "recurrent")
+        at = cache.attention_index[index] if full else cache.linear_index[index]
+        key = (bucket, index)
+        if key not in self._layers:
+            tally: dict = {}
+
+            def run(h: mx.array, position: mx.array, one: mx.array, two: mx.array):
+                # The view reads the cache, so the traced arrays stand in it while Python runs.
+                held = state["position"], state[first][at], state[second][at]
+                state["position"], state[first][at], state[second][at] = position, one, two
+                out = self._recorded(tally, lambda: self.model.layer(index, h, TracedView(cache, bucket)))
+                made = state[first][at], state[second][at]
+                state["position"], state[first][at], state[second][at] = held
+                return out, *made
+
+            self._layers[key] = mx.compile(run), tally
+        compiled, tally = self._layers[key]
+
+        def call(h: mx.array) -> mx.array:
+            out, state[first][at], state[second][at] = compiled(
+                h, state["position"], state[first][at], state[second][at]
+            )
+            self.ops.recorder.replay(tally)
+            return out
+
+        return call
+
+    def _recorded(self, tally: dict, work: Callable[[], mx.array]) -> mx.array:
+        """Run `work` while tracing and keep what it executed in `tally`, to be counted once per run of the trace."""
+        captured = self.ops.recorder.capture()
+        try:
+            out = work()
+        finally:
+            self.ops.recorder.release()
+        tally.clear()
+        tally.update(captured)
+        return out
+
+    def _room(self, count: int) -> None:
+        end = self.position + count
+        if end > self.config.max_position_embeddings:
+            raise ValueError(
+                f"decoding {count} tokens from {self.position} exceeds the model's context of "
+                f"{self.config.max_position_embeddings}"
+            )
+        self.cache.reserve(end)
+
+    # -- text ------------------------------------------------------------------------------
+
+    def generate(
+        self, tokens: Sequence[int], max_tokens: int, sampling: Sampling = Sampling(),
+        seed: int | None = None, stop_ids: Sequence[int] = (),
+    ) -> Iterator[int]:  # fmt: skip
+        """Continue the cached sequence with `tokens`, then yield up to `max_tokens` ids.
+
+        A stop id ends the stream and is not yielded. The token stays on the device from draw to feed; the next
+        step is submitted before the last token is read.
+        """
+        stops, key = frozenset(stop_ids), mx.random.key(0 if seed is None else seed)
+        room = self.config.max_position_embeddings - self.position - len(tokens)
+        limit = min(max_tokens, room)
+        self.prefill(tokens[:-1], last=False) if len(tokens) > 1 else None
+        self._check(tokens[-1:])
+        self.cache.state["token"] = mx.array([tokens[-1]], dtype=mx.uint32)
+        draw = self._draws(sampling, key)
+        ahead = next(draw) if limit > 0 else None
+        for index in range(limit):
+            assert ahead is not None
+            current, ahead = ahead, (next(draw) if index + 1 < limit else None)
+            token = int(current.item())
+            if token in stops:
+                return
+            yield token
+
+    def _draws(self, sampling: Sampling, key: mx.array) -> Iterator[mx.array]:
+        while True:
+            if sampling.temperature == 0:
+                yield self.step()
+                continue
+            logits = self.score()
+            key, now = mx.random.split(key)
+            token = sample(logits, sampling, now)
+            self.cache.state["token"] = token
+            mx.async_eval(token)
+            yield token
+
+    def logits(self, tokens: Sequence[int], phase: str = "prefill") -> mx.array:
+        """Teacher-forced logits float32 ``[len(tokens), vocabulary]``; the cache advances.
+
+        phase: ``"prefill"`` runs the prefill's own chunks; ``"decode"`` runs the decode step, a row at a time.
+        """
+        self._check(tokens)
+        self.cache.reserve(self.position + len(tokens))
+        rows = []
+        if phase == "prefill":
+            chunk = self.engine.prefill.chunk
+            for start in range(0, len(tokens), chunk):
+                rows.append(self.model.head(self._pass(tokens[start : start + chunk]))[0].astype(mx.float32))
+                mx.eval(rows[-1], self.cache.arrays())
+        else:
+            for token in tokens:
+                self.cache.state["token"] = mx.array([token], dtype=mx.uint32)
+                rows.append(self.score().astype(mx.float32))
+                mx.eval(rows[-1])
+        return mx.concatenate(rows)
+
+    # -- state -----------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """A restore point; nothing is copied."""
+        return self.cache.snapshot()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Back to a snapshot of this sequence."""
+        self.cache.restore(snapshot)
+
+    def export_state(self) -> dict[str, mx.array]:
+        """Copies in canonical form (`Cache.export`)."""
+        return self.cache.export()
+
+    def import_state(self, arrays: dict[str, mx.array]) -> None:
+        """Replace the sequence by canonical arrays."""
+        self.cache.load(arrays)
+
+    def save(self, path: Path, tokens: Sequence[int] = ()) -> None:
+        """Write the sequence's state as safetensors."""
+        self.cache.save(path, tokens)
+
+    def load(self, path: Path) -> list[int]:
+        """Read what `save` wrote; returns its tokens."""
+        return self.cache.read(path)
+
+    def layer(self, index: int, h: mx.array, state: tuple[mx.array, mx.array] | None = None, position: int = 0):
+        """One layer on given inputs, for comparisons on common inputs; the engine's own sequence is untouched.
+
+        Args:
+            h: ``[1, T, hidden]``. state: (keys, values) ``[1, kv heads, position, head_dim]`` of a full-attention
+                layer, or (conv ``[1, 3, conv_dim]``, recurrent) of a Gated DeltaNet layer; None for an empty one.
+
+        Returns:
+            ``(h, state)`` after the layer, in the same forms.
+        """
+        scratch = Cache(self.config, self.dtype, self.engine.cache.step)
+        s, rows = scratch.state, h.shape[1]
+        full = self.config.is_full_attention(index)
+        names = ("keys", "values") if full else ("conv", "recurrent")
+        at = (scratch.attention_index if full else scratch.linear_index)[index]
+        if full:
+            shape = (1, self.config.num_key_value_heads, position + rows, self.config.head_dim)
+            for name, given in zip(names, state or (None, None), strict=True):
+                s[name][at] = mx.zeros(shape, self.dtype)
+                if given is not None and position:
+                    s[name][at][..., :position, :] = given[..., :position, :].astype(self.dtype)
+        elif state is not None:
+            s["conv"][at], s["recurrent"][at] = state[0].astype(self.dtype), state[1].astype(mx.float32)
+        scratch.position = position
+        out = self.model.layer(index, h.astype(self.dtype), ExactView(scratch, rows))
+        return out, (s[names[0]][at], s[names[1]][at])
+
+    # -- proof -----------------------------------------------------------------------------
+
+    def executed(self) -> list[dict[str, Any]]:
+        """``[{op, variant, tile, calls}]`` since the last reset."""
+        return self.ops.recorder.executed()
+
+    def reset_executed(self) -> None:
+        """Start counting anew."""
+        self.ops.recorder.reset()
+
+    def chosen(self) -> dict[str, str]:
+        """Variant by op, and how a step is traced."""
+        return {**self.ops.chosen(), "decode.trace": self.trace}

@@ -1,0 +1,158 @@
+"""`decode_attention` and `prefill_attention`: softmax attention of new rows over the cache.
+
+Both take ``q [1, heads, rows, head_dim]``, ``keys`` and ``values [1, kv heads, n, head_dim]``, the score scale,
+and `position`. With `position` None the last new row sees all n keys and earlier rows see fewer (causal, lower
+right). With `position` an int32 array ``[1]`` (the cache position of the first new row, on the device) keys past
+each row's own are masked, so that one traced step serves every position below n. They return ``[1, heads, rows, head_dim]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from engine.ops.registry import Case, Op, Variant, declare, same_order
+
+SPLIT_CHUNK = 256
+"""Positions per part when keys are split in chunks."""
+
+
+def _visible(rows: int, n: int, position: mx.array | None) -> mx.array | None:
+    """Boolean ``[rows, n]``: which keys each row sees; None if all see all."""
+    if position is None:
+        if rows == 1:
+            return None
+        position = mx.array([n - rows], dtype=mx.int32)
+    return mx.arange(n)[None] <= position + mx.arange(rows)[:, None]
+
+
+def attention_reference(
+    q: mx.array, keys: mx.array, values: mx.array, scale: float, position: mx.array | None = None
+) -> mx.array:
+    """Scores, softmax and sum in float32, one query head at a time per key/value head."""
+    groups = q.shape[1] // keys.shape[1]
+    wide_k = mx.repeat(keys.astype(mx.float32), groups, axis=1)
+    wide_v = mx.repeat(values.astype(mx.float32), groups, axis=1)
+    scores = (q.astype(mx.float32) * scale) @ wide_k.swapaxes(-1, -2)
+    visible = _visible(q.shape[2], keys.shape[2], position)
+    if visible is not None:
+        scores = mx.where(visible, scores, -mx.inf)
+    return (mx.softmax(scores, axis=-1) @ wide_v).astype(q.dtype)
+
+
+def attention_mlx(
+    q: mx.array, keys: mx.array, values: mx.array, scale: float, position: mx.array | None = None
+) -> mx.array:
+    """`mx.fast.scaled_dot_product_attention`; MLX picks its fused kernel or its composition by shape and device."""
+    rows = q.shape[2]
+    if position is None:
+        mask: Any = "causal" if rows > 1 else None
+    else:
+        mask = _visible(rows, keys.shape[2], position)
+    return mx.fast.scaled_dot_product_attention(q, keys, values, scale=scale, mask=mask)
+
+
+def attention_matmul(
+    q: mx.array, keys: mx.array, values: mx.array, scale: float, position: mx.array | None = None,
+    *, split: str = "none", blocks: int = 128,
+) -> mx.array:  # fmt: skip
+    """All query heads of a key/value head as the rows of one product, so that each key and value is read once.
+
+    split: how the sum over positions is divided: ``none`` (one product), ``chunks`` (256 positions each) or
+    ``blocks`` (a fixed number); partial sums are then added. A context that does not divide is not split.
+    """
+    _, heads, rows, dim = q.shape
+    kv, n = keys.shape[1], keys.shape[2]
+    packed = (q[0] * scale).reshape(kv, heads // kv * rows, dim)
+    scores = (packed @ keys[0].swapaxes(-1, -2)).reshape(kv, heads // kv, rows, n)
+    visible = _visible(rows, n, position)
+    if visible is not None:
+        scores = mx.where(visible, scores, mx.finfo(scores.dtype).min)
+    weights = mx.softmax(scores, axis=-1, precise=True).reshape(kv, -1, n)
+    part = {"none": n, "chunks": SPLIT_CHUNK, "blocks": max(n // blocks, 1)}[split]
+    if part >= n or n % part:
+        out = weights @ values[0]
+    else:
+        parts = weights.reshape(kv, -1, n // part, part).swapaxes(1, 2)
+        # Partial sums are added in float32: in bfloat16 hundreds of them would lose what splitting gains.
+        out = (parts @ values[0].reshape(kv, n // part, part, dim)).astype(mx.float32).sum(axis=1).astype(q.dtype)
+    return out.reshape(1, heads, rows, dim)
+
+
+def attention_tiled(
+    q: mx.array, keys: mx.array, values: mx.array, scale: float, position: mx.array | None = None
+) -> mx.array:
+    """`attention_matmul` over tiles of new rows, each seeing only the keys it may: bounded score memory."""
+    rows, n, tile = q.shape[2], keys.shape[2], 256
+    if position is not None or rows <= tile:
+        return attention_matmul(q, keys, values, scale, position)
+    out = []
+    for start in range(0, rows, tile):
+        part = q[:, :, start : start + tile]
+        end = n - rows + start + part.shape[2]
+        out.append(attention_matmul(part, keys[:, :, :end], values[:, :, :end], scale))
+    return mx.concatenate(out, axis=2)
+
+
+def _inputs(case: Case, dtype: mx.Dtype, seed: int) -> tuple[Any, ...]:
+    dim, n, rows = 256, case["n"], case["rows"]
+    k1, k2, k3 = (mx.random.key(seed + i) for i in range(3))
+    q = mx.random.normal((1, 8 * case["kv"], rows, dim), key=k1).astype(dtype)
+    keys = mx.random.normal((1, case["kv"], n, dim), key=k2).astype(dtype)
+    values = mx.random.normal((1, case["kv"], n, dim), key=k3).astype(dtype)
+    at = case["at"]
+    return q, keys, values, dim**-0.5, None if at < 0 else mx.array([at], dtype=mx.int32)
+
+
+def _case(rows: int, n: int, kv: int = 2, at: int = -1) -> Case:
+    """`at` is the device position of the first row, -1 for none."""
+    return Case(f"{rows}over{n}kv{kv}" + (f"at{at}" if at >= 0 else ""), {"rows": rows, "n": n, "kv": kv, "at": at})
+
+
+def _op(name: str, summary: str, variants: tuple[Variant, ...], cases: tuple[Case, ...], order: Any) -> Op:
+    return declare(
+        Op(
+            name=name,
+            summary=summary,
+            variants={v.name: v for v in variants},
+            cases=cases,
+            inputs=_inputs,
+            order=order,
+            tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
+            least_bytes=lambda c: 2 * 256 * (2 * c["kv"] * c["n"] + 2 * 8 * c["kv"] * c["rows"]),
+            least_flops=lambda c: 4 * 256 * 8 * c["kv"] * c["n"] * c["rows"],
+        )
+    )
+
+
+_REFERENCE = Variant("reference", attention_reference, "float32 scores, softmax and sum")
+_MLX = Variant("mlx", attention_mlx, "mx.fast.scaled_dot_product_attention")
+
+DECODE_ATTENTION = _op(
+    "decode_attention",
+    "attention of 1 to 8 new rows over the cache",
+    (
+        _REFERENCE,
+        _MLX,
+        Variant(
+            "matmul", attention_matmul, "query heads of a key/value head packed as rows of one product",
+            tiles=("none", "chunks", "blocks"),
+        ),
+    ),  # fmt: skip
+    (_case(1, 1), _case(1, 63), _case(1, 512, at=300), _case(1, 768, kv=1, at=0), _case(5, 77), _case(8, 512, at=200)),
+    # On CUDA the masked form of MLX's op is no fused kernel; packed products read each key once.
+    same_order(("mlx",), cuda_decode=("matmul", "mlx")),
+)
+
+PREFILL_ATTENTION = _op(
+    "prefill_attention",
+    "causal attention of a chunk over the cache and itself",
+    (
+        _REFERENCE,
+        _MLX,
+        Variant("tiled", attention_tiled, "packed products over tiles of 256 rows, score memory bounded"),
+    ),
+    (_case(9, 9), _case(70, 70), _case(33, 150), _case(300, 300, kv=1), _case(257, 700)),
+    same_order(("mlx",), cpu_prefill=("tiled",)),
+)

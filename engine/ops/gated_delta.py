@@ -1,0 +1,271 @@
+"""`gated_delta`: the core of a Gated DeltaNet layer between its input and output projections.
+
+Arguments, ``T`` new rows:
+    qkv ``[1, T, conv_dim]`` before the convolution, laid out queries | keys | values;
+    z ``[1, T, value_dim]`` output gate; b, a ``[1, T, value heads]``; conv ``[1, 3, conv_dim]`` the last three rows of
+    `qkv` before this call; state float32 ``[1, value heads, value dim, key dim]``; w the layer's weights;
+    sizes ``(key heads, key dim, value heads, value dim)``.
+Returns ``(out [1, T, value_dim], new conv, new state)``.
+
+Per value head h, which reads key head ``h // (value heads / key heads)``, with ``g = exp(-exp(A_log) softplus(a + dt_bias))``
+and ``β = sigmoid(b)`` (Gated Delta Networks, Yang et al., arXiv:2412.06464):
+    ``S ← g S;  d = β (v - S k);  S ← S + d kᵀ;  o = S q``
+then ``RMSNorm(o) · silu(z)``. Queries and keys are l2-normalised with ε = 1e-6 on the sum of squares, queries scaled
+by ``key dim ** -0.5``. The state stays in float32: rounding it to 16 bits destroys long outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import mlx.core as mx
+
+from engine.ops.registry import Case, Op, Variant, declare, same_order
+from engine.weights import GatedDelta, Matrix
+
+Sizes = tuple[int, int, int, int]
+Result = tuple[mx.array, mx.array, mx.array]
+# (q, k [1, T, key heads, dk], v [1, T, value heads, dv], log g, β float32 [1, T, value heads], state) -> (o, state)
+Core = Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+
+CHUNK = 64
+"""Rows that the chunked form handles as one block; the inverse's depth is log2 of it."""
+
+
+def _convolve(qkv: mx.array, conv: mx.array, w: GatedDelta) -> tuple[mx.array, mx.array]:
+    """Causal depthwise convolution and SiLU: ``([1, T, conv_dim], new conv rows)``."""
+    taps, rows = w.conv.shape[1], qkv.shape[1]
+    window = mx.concatenate([conv.astype(qkv.dtype), qkv], axis=1)
+    kernel = w.conv[..., 0].T.astype(qkv.dtype)
+    mixed = window[:, :rows] * kernel[0]
+    for tap in range(1, taps):
+        mixed = mixed + window[:, tap : tap + rows] * kernel[tap]
+    # A contiguous copy: a slice would keep the whole window alive in the cache.
+    return mixed * mx.sigmoid(mixed), mx.contiguous(window[:, rows:])
+
+
+def _split(mixed: mx.array, sizes: Sizes) -> tuple[mx.array, mx.array, mx.array]:
+    key_heads, key_dim, value_heads, value_dim = sizes
+    width, rows = key_heads * key_dim, mixed.shape[1]
+    q, k, v = mx.split(mixed, [width, 2 * width], axis=-1)
+    heads = (1, rows, key_heads, key_dim)
+    return q.reshape(heads), k.reshape(heads), v.reshape(1, rows, value_heads, value_dim)
+
+
+def _unit(x: mx.array) -> mx.array:
+    """l2-normalised over the last axis in float32; ε on the sum of squares, as the reference has it."""
+    x = x.astype(mx.float32)
+    return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+def _log_decay(a: mx.array, w: GatedDelta) -> mx.array:
+    """``log g`` in float32; kept as a logarithm so that an underflowing g never meets log()."""
+    raised = a.astype(mx.float32) + w.dt_bias.astype(mx.float32)
+    return -mx.exp(w.a_log) * mx.logaddexp(raised, mx.array(0.0))
+
+
+def _gated_norm(o: mx.array, z: mx.array, w: GatedDelta) -> mx.array:
+    """``RMSNorm(o) · silu(z)``, normalised per head: ``[1, T, heads, dv] -> [1, T, value_dim]``."""
+    normed = mx.fast.rms_norm(o, w.norm.astype(o.dtype), 1e-6).astype(mx.float32)
+    gate = z.reshape(o.shape).astype(mx.float32)
+    return (normed * gate * mx.sigmoid(gate)).astype(z.dtype).reshape(z.shape)
+
+
+def _layer(core: Core) -> Callable[..., Result]:
+    """Wrap a recurrence with convolution, normalisation, gates and the gated norm."""
+
+    def run(
+        qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: mx.array, state: mx.array,
+        w: GatedDelta, sizes: Sizes,
+    ) -> Result:  # fmt: skip
+        mixed, conv = _convolve(qkv, conv, w)
+        q, k, v = _split(mixed, sizes)
+        q, k = _unit(q) * sizes[1] ** -0.5, _unit(k)
+        beta = mx.sigmoid(b).astype(mx.float32)
+        o, state = core(q, k, v, _log_decay(a, w), beta, state)
+        return _gated_norm(o.astype(qkv.dtype), z, w), conv, state
+
+    return run
+
+
+def gated_delta_reference(
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: mx.array, state: mx.array, w: GatedDelta, sizes: Sizes
+) -> Result:
+    """Everything in float32, the recurrence token by token as written above; only the result is rounded."""
+    mixed, conv_out = _convolve(qkv.astype(mx.float32), conv, w)
+    q, k, v = _split(mixed, sizes)
+    q, k = _unit(q) * sizes[1] ** -0.5, _unit(k)
+    o, state = _recurrence(q, k, v, _log_decay(a, w), mx.sigmoid(b.astype(mx.float32)), state)
+    normed = o * mx.rsqrt((o * o).mean(axis=-1, keepdims=True) + 1e-6) * w.norm.astype(mx.float32)
+    gate = z.reshape(o.shape).astype(mx.float32)
+    out = (normed * gate * mx.sigmoid(gate)).reshape(z.shape)
+    return out.astype(z.dtype), conv_out.astype(qkv.dtype), state
+
+
+def _step(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array):
+    """One token: q, k ``[1, H, dk]``, v ``[1, H, dv]``, g, β ``[1, H]``; returns (o ``[1, H, dv]``, state)."""
+    state = state * g[..., None, None]
+    delta = beta[..., None] * (v - (state * k[..., None, :]).sum(axis=-1))
+    state = state + delta[..., None] * k[..., None, :]
+    return (state * q[..., None, :]).sum(axis=-1), state
+
+
+def _recurrence(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
+    repeat = v.shape[2] // q.shape[2]
+    q, k = mx.repeat(q, repeat, axis=2), mx.repeat(k, repeat, axis=2)
+    v, g = v.astype(mx.float32), mx.exp(log_g)
+    out = []
+    for t in range(q.shape[1]):
+        o, state = _step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
+        out.append(o)
+    return mx.stack(out, axis=1), state
+
+
+def _fast(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
+    kind = v.dtype
+    o, state = mx.fast.gated_delta_update(q.astype(kind), k.astype(kind), v, mx.exp(log_g), beta, state)
+    return o, state
+
+
+def _unit_lower_inverse(lower: mx.array) -> mx.array:
+    """``(I + A)⁻¹`` for strictly lower triangular A ``[..., n, n]``, n a power of two.
+
+    Block forward substitution: the inverse of ``[[P, 0], [R, Q]]`` is ``[[P⁻¹, 0], [-Q⁻¹ R P⁻¹, Q⁻¹]]``, doubled
+    log2(n) times over all diagonal blocks at once. (A Neumann series needs fewer products and overflows.)
+    """
+    *lead, n, _ = lower.shape
+    inverse = mx.ones((*lead, n, 1, 1), dtype=lower.dtype)
+    size = 1
+    while size < n:
+        count = n // (2 * size)
+        tiles = lower.reshape(*lead, count, 2, size, count, 2, size)
+        # Diagonal pairs' lower-left blocks: row block 2i+1, column block 2i.
+        grid = tiles[..., :, 1, :, :, 0, :]
+        corner = mx.moveaxis(mx.diagonal(grid, axis1=-4, axis2=-2), -1, -3)
+        pairs = inverse.reshape(*lead, count, 2, size, size)
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        below = -(second @ corner @ first)
+        top = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
+        inverse = mx.concatenate([top, mx.concatenate([below, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse.reshape(*lead, n, n)
+
+
+def _chunked(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
+    """The WY form: inside a chunk all deltas come from one triangular system, between chunks the state carries.
+
+    With ``Γ_t`` the decay from the chunk's start to t and S the state there,
+    ``(I + A) D = β V - β Γ (K Sᵀ)`` where ``A_ti = β_t (Γ_t / Γ_i) k_t·k_i`` for i < t;
+    ``O = Γ (Q Sᵀ) + P D`` where ``P_ti = (Γ_t / Γ_i) q_t·k_i`` for i ≤ t; ``S ← Γ_L S + Σ (Γ_L / Γ_i) d_i k_iᵀ``
+    (Yang et al., arXiv:2406.06484, section 3, with the decay of arXiv:2412.06464). Ratios are formed from
+    differences of logarithms, masked before exp.
+    """
+    rows = q.shape[1]
+    if rows == 1:
+        repeat = v.shape[2] // q.shape[2]
+        o, state = _step(
+            mx.repeat(q[:, 0], repeat, axis=1), mx.repeat(k[:, 0], repeat, axis=1),
+            v[:, 0].astype(mx.float32), mx.exp(log_g[:, 0]), beta[:, 0], state,
+        )  # fmt: skip
+        return o[:, None], state
+    length = min(CHUNK, 1 << (rows - 1).bit_length())
+    pad = -rows % length
+    chunks = (rows + pad) // length
+
+    def blocks(x: mx.array, heads: int) -> mx.array:
+        """``[1, T, heads, ...] -> [chunks, heads, length, ...]`` float32; padding rows change nothing."""
+        x = x.astype(mx.float32)
+        if pad:
+            x = mx.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(chunks, length, *x.shape[2:]).swapaxes(1, 2)
+        return mx.repeat(x, heads // x.shape[1], axis=1)
+
+    heads = v.shape[2]
+    q, k, v, log_g, beta = (blocks(x, heads) for x in (q, k, v, log_g, beta))
+    run = mx.cumsum(log_g, axis=-1)
+    causal = mx.tri(length, dtype=mx.bool_)
+    decay = mx.exp(mx.where(causal, run[..., :, None] - run[..., None, :], -mx.inf))
+    key_key = k @ k.swapaxes(-1, -2)
+    strict = mx.tri(length, k=-1, dtype=mx.float32)
+    solve = _unit_lower_inverse(beta[..., None] * decay * key_key * strict)
+    own = solve @ (beta[..., None] * v)
+    carried = solve @ ((beta * mx.exp(run))[..., None] * k)
+    local = (q @ k.swapaxes(-1, -2)) * decay
+    reach = q * mx.exp(run)[..., None]
+    tail = k * mx.exp(run[..., -1:] - run)[..., None]
+    fade = mx.exp(run[..., -1])[..., None, None]
+    s, out = state[0], []
+    for c in range(chunks):
+        turned = s.swapaxes(-1, -2)
+        delta = own[c] - carried[c] @ turned
+        out.append(reach[c] @ turned + local[c] @ delta)
+        s = fade[c] * s + delta.swapaxes(-1, -2) @ tail[c]
+    o = mx.stack(out).swapaxes(1, 2).reshape(1, rows + pad, heads, -1)
+    return o[:, :rows], s[None]
+
+
+def _fast_supports(case: Case | None, device: str) -> str | None:
+    if device == "cpu":
+        return "MLX's gated_delta_update kernel needs a GPU; on a CPU MLX composes it token by token"
+    return None
+
+
+def _inputs(case: Case, dtype: mx.Dtype, seed: int):
+    key_heads, value_heads, rows, dim = case["key_heads"], case["value_heads"], case["rows"], 128
+    conv_dim = (2 * key_heads + value_heads) * dim
+    keys = iter(mx.random.split(mx.random.key(seed), 12))
+
+    def normal(*shape: int) -> mx.array:
+        return mx.random.normal(shape, key=next(keys)).astype(dtype)
+
+    w = GatedDelta(
+        *[Matrix(mx.zeros((1, 1)))] * 4,
+        conv=normal(conv_dim, 4, 1) * 0.5,
+        a_log=mx.log(mx.random.uniform(0.1, 16, (value_heads,), key=next(keys))),
+        dt_bias=normal(value_heads),
+        norm=1 + 0.1 * normal(dim),
+        out_proj=Matrix(mx.zeros((1, 1))),
+    )
+    a = normal(1, rows, value_heads) - case.sizes.get("slow", 4)
+    state = 0.1 * mx.random.normal((1, value_heads, dim, dim), key=next(keys))
+    return (
+        normal(1, rows, conv_dim), normal(1, rows, value_heads * dim), normal(1, rows, value_heads), a,
+        normal(1, 3, conv_dim), state, w, (key_heads, dim, value_heads, dim),
+    )  # fmt: skip
+
+
+def _case(rows: int, key_heads: int = 1, value_heads: int = 2, slow: int = 4) -> Case:
+    """`slow` lowers the decay rate: large keeps the state long, negative makes g underflow."""
+    sizes = {"rows": rows, "key_heads": key_heads, "value_heads": value_heads, "slow": slow}
+    return Case(f"{rows}k{key_heads}v{value_heads}s{slow}", sizes)
+
+
+GATED_DELTA = declare(
+    Op(
+        name="gated_delta",
+        summary="Gated DeltaNet: convolution, gates, recurrence, gated norm (one step or a scan)",
+        variants={
+            v.name: v
+            for v in (
+                Variant("reference", gated_delta_reference, "float32 throughout, token by token"),
+                Variant("recurrence", _layer(_recurrence), "the recurrence in mx ops, token by token"),
+                Variant("mlx", _layer(_fast), "mx.fast.gated_delta_update", _fast_supports),
+                Variant("chunked", _layer(_chunked), "WY form: chunks of 64 rows as matrix products"),
+            )
+        },
+        cases=(
+            _case(1), _case(2), _case(5, 2, 4), _case(63), _case(64), _case(65, 2, 2), _case(130, 1, 2, 8),
+            _case(70, 1, 1, -20),
+        ),  # fmt: skip
+        inputs=_inputs,
+        # Off Metal MLX's op runs at 5 tokens per millisecond and layer; the chunked form is plain products.
+        order=same_order(
+            ("mlx", "chunked"), cuda_decode=("chunked",), cuda_prefill=("chunked",), cpu_decode=("chunked",),
+            cpu_prefill=("chunked",),
+        ),  # fmt: skip
+        tolerance={"float32": 5e-5, "bfloat16": 2e-2, "float16": 4e-3},
+        least_bytes=lambda c: 8 * c["value_heads"] * 128 * 128
+        + 2 * c["rows"] * 128 * (2 * c["key_heads"] + 3 * c["value_heads"]),
+        least_flops=lambda c: 7 * 128 * 128 * c["value_heads"] * c["rows"],
+    )
+)

@@ -1,0 +1,174 @@
+"""The central abstraction: an op, declared once, and its variants.
+
+An `Op` says what is computed (float32 reference), on which cases it is tested, how far a variant may be off,
+and the least it must move and compute. A `Variant` is one way to compute it and knows where it can run. Tests,
+the tuner, the doctor and the documentation all walk `OPS`; nothing is listed twice.
+
+This module does not import MLX, so that anything may read the declarations' types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Literal, Mapping
+
+Phase = Literal["decode", "prefill"]
+DECODE_ROWS = 8
+"""Most rows that count as decode: one step, or the verification of drafts."""
+
+
+class VariantUnsupported(ValueError):
+    """A variant that was asked for by name cannot run here; `reason` says why."""
+
+    def __init__(self, op: str, variant: str, reason: str):
+        super().__init__(f"{op}={variant} cannot run here: {reason}")
+        self.op, self.variant, self.reason = op, variant, reason
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test case of an op: a short name and the numbers that shape its inputs."""
+
+    name: str
+    sizes: Mapping[str, int]
+
+    def __getitem__(self, key: str) -> int:
+        return self.sizes[key]
+
+
+def always(case: Case | None, device: str) -> str | None:
+    """`supports` of a variant that runs everywhere."""
+    return None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute an op.
+
+    Attributes:
+        run: called with the op's arguments; the same signature for every variant of an op.
+        supports: reason why it cannot run for a case (None = any) on a device kind, or None if it can.
+        tiles: names of the tile settings it can take; empty if it has none.
+        reads_host: it reads an array back to the host, so it cannot run inside a compiled step.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    summary: str
+    supports: Callable[[Case | None, str], str | None] = always
+    tiles: tuple[str, ...] = ()
+    reads_host: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """What is computed, how it is tested, and what it must cost at least.
+
+    Attributes:
+        inputs: seeded arguments for a case and dtype (a tuple for `Variant.run`).
+        order: variant names, best first, by (device kind, phase); used by ``best`` where nothing is tuned.
+        tolerance: largest relative RMS error of a variant against the reference, by dtype name.
+        least_bytes, least_flops: what a case must at least move and compute.
+    """
+
+    name: str
+    summary: str
+    variants: Mapping[str, Variant]
+    cases: tuple[Case, ...]
+    inputs: Callable[[Case, Any, int], tuple[Any, ...]]
+    order: Mapping[tuple[str, Phase], tuple[str, ...]]
+    tolerance: Mapping[str, float]
+    least_bytes: Callable[[Case], int]
+    least_flops: Callable[[Case], int]
+
+    @property
+    def reference(self) -> Variant:
+        """The float32 variant that decides what is right."""
+        return self.variants["reference"]
+
+    def choose(self, wanted: str, device: str, phase: Phase) -> Variant:
+        """The variant for a config value.
+
+        Args:
+            wanted: a variant's name, or ``best``: first supported in the declared order of device and phase.
+
+        Raises:
+            VariantUnsupported: an unknown name, or a named variant that cannot run on the device.
+        """
+        if wanted != "best":
+            variant = self.variants.get(wanted)
+            if variant is None:
+                raise VariantUnsupported(self.name, wanted, f"no such variant; there are {', '.join(self.variants)}")
+            reason = variant.supports(None, device)
+            if reason is not None:
+                raise VariantUnsupported(self.name, wanted, reason)
+            return variant
+        for name in self.order[device, phase]:
+            if self.variants[name].supports(None, device) is None:
+                return self.variants[name]
+        raise VariantUnsupported(self.name, "best", f"no variant runs on {device}")
+
+
+OPS: dict[str, Op] = {}
+"""Every op by name, filled when `engine.ops` is imported."""
+
+
+def declare(op: Op) -> Op:
+    """Add an op to `OPS`; a name declared twice is a programming error."""
+    if op.name in OPS:
+        raise ValueError(f"op {op.name} is declared twice")
+    OPS[op.name] = op
+    return op
+
+
+def same_order(names: tuple[str, ...], **special: tuple[str, ...]) -> dict[tuple[str, Phase], tuple[str, ...]]:
+    """An `Op.order` that is `names` everywhere but for ``cpu_prefill=(…)``-style exceptions."""
+    order: dict[tuple[str, Phase], tuple[str, ...]] = {}
+    phases: tuple[Phase, ...] = ("decode", "prefill")
+    for device in ("metal", "cuda", "cpu"):
+        for phase in phases:
+            order[device, phase] = special.get(f"{device}_{phase}", names)
+    return order
+
+
+@dataclass
+class Recorder:
+    """Counts which variant of which op ran: the proof that a toggle was real.
+
+    Under `mx.compile` Python runs only while tracing, so a traced step's calls are kept once (`capture`) and
+    added again for every run of that trace (`replay`).
+    """
+
+    counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    _capture: dict[tuple[str, str, str], int] | None = None
+
+    def record(self, op: str, variant: str, tile: str = "") -> None:
+        """Count one call."""
+        target = self.counts if self._capture is None else self._capture
+        key = (op, variant, tile)
+        target[key] = target.get(key, 0) + 1
+
+    def capture(self) -> dict[tuple[str, str, str], int]:
+        """Send calls to a fresh tally, returned, until `release`."""
+        self._capture = {}
+        return self._capture
+
+    def release(self) -> None:
+        """Count calls directly again."""
+        self._capture = None
+
+    def replay(self, tally: Mapping[tuple[str, str, str], int]) -> None:
+        """Count one run of a trace."""
+        for key, calls in tally.items():
+            self.counts[key] = self.counts.get(key, 0) + calls
+
+    def executed(self) -> list[dict[str, Any]]:
+        """``[{op, variant, tile, calls}]``, sorted."""
+        return [
+            {"op": op, "variant": variant, "tile": tile, "calls": calls}
+            for (op, variant, tile), calls in sorted(self.counts.items())
+        ]
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.counts = {}
