@@ -1,0 +1,103 @@
+"""What the rows say about machine, model and versions, under whichever of its usual names a fact was recorded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterable
+
+from sweeps.rows import RunRow
+
+REAL_MODEL_COMMAND = "python -m sweeps model=qwen3.6-35b sweep=ten"
+"""The run that people come for; every report on a toy model ends with it."""
+
+NOT_RECORDED = "not recorded"
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a float, or None where it is no finite number (null, NaN, text)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level of dotted names; lists of plain values stay as they are."""
+    if not isinstance(values, dict):
+        return {prefix: values} if prefix else {}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
+def lookup(values: dict[str, Any], names: Iterable[str]) -> Any:
+    """The first of `names` that is recorded, at the top or as the last part of a dotted name; else None."""
+    flat = flatten(values)
+    for name in names:
+        for key, value in flat.items():
+            if value not in (None, "") and (key == name or key.endswith("." + name)):
+                return value
+    return None
+
+
+def chip_name(run: RunRow) -> str:
+    """The device that did the work, as the reader knows it."""
+    gpu_first = ("gpu", "device_name", "chip") if device_kind(run) == "cuda" else ("chip", "device_name", "gpu")
+    return str(lookup(run.machine, (*gpu_first, "cpu", "device")) or NOT_RECORDED)
+
+
+def device_kind(run: RunRow) -> str:
+    """``metal``, ``cuda``, ``cpu`` or empty where the rows do not say."""
+    for name in ("device_kind", "kind", "device", "backend", "device_name", "chip"):
+        text = str(lookup(run.machine, (name,)) or "").lower()
+        if "cuda" in text or "nvidia" in text:
+            return "cuda"
+        if "metal" in text or "apple" in text:
+            return "metal"
+        if text == "cpu" or text.startswith(("cpu", "device(cpu")):
+            return "cpu"
+    return ""
+
+
+def bandwidth(run: RunRow) -> float | None:
+    """Memory bandwidth of the device in bytes a second, or None where it was neither measured nor looked up."""
+    scales = {"bandwidth_bytes_per_second": 1.0, "memory_bandwidth": 1.0, "bandwidth": 1.0, "bandwidth_gbs": 1e9}
+    for name, scale in scales.items():
+        value = finite(lookup(run.machine, (name,)))
+        if value and value > 0:
+            return value * scale
+    return None
+
+
+def model_name(run: RunRow) -> str:
+    """The model as it was asked for."""
+    return str(lookup(run.model, ("name", "alias", "id", "repo", "path")) or NOT_RECORDED)
+
+
+def _says(run: RunRow, words: tuple[str, ...]) -> bool:
+    flat = flatten(run.model)
+    if any(flat.get(key) for key in flat if key.rsplit(".", 1)[-1] in words):
+        return True
+    kinds = {str(flat.get(key, "")).lower() for key in ("kind", "source", "weights", "weights.kind")}
+    return any(word in kinds for word in words)
+
+
+def is_synthetic(run: RunRow) -> bool:
+    """Whether the weights are random: logits mean nothing, and the quality guard ran layer by layer."""
+    return _says(run, ("synthetic", "random"))
+
+
+def is_toy(run: RunRow) -> bool:
+    """Whether the model is the small embedded one, whose speed says nothing about the real model."""
+    return _says(run, ("toy", "tiny", "embedded")) or model_name(run).lower() in ("tiny", "toy", "embedded")
+
+
+def version(run: RunRow, package: str) -> str:
+    """Version of `package` (``mlx``, ``mlx_lm``, ``python``…) in the process that measured."""
+    names = (package, package.replace("_", "-"), f"{package}_version", f"{package.replace('_', '-')}_version")
+    return str(lookup(run.machine, names) or NOT_RECORDED)
+
+
+def signature(run: RunRow) -> tuple[str, ...]:
+    """What two runs must share before their windows may stand in one series."""
+    return (chip_name(run), device_kind(run), model_name(run), version(run, "mlx"), version(run, "mlx_lm"))

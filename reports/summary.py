@@ -1,0 +1,237 @@
+"""The first screen: for each contrast and phase, what was found, by how much, how sure, and is the output right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+from reports import facts, text
+from reports.cells import Cell, Result, Study
+from sweeps.rows import RunRow
+
+VERDICTS = ("faster", "slower", "same", "unclear", "blocked", "unsupported")
+
+
+@dataclass
+class Finding:
+    """One contrast at one phase in words. `word` is the verdict, ``mixed`` where it changes with context."""
+
+    title: str
+    phase: str
+    word: str
+    sentence: str
+    how_much: str
+    how_sure: str
+    still_right: str
+    limit: str
+
+
+def findings(study: Study) -> list[Finding]:
+    """A finding per contrast and phase, contrasts of an arm with itself left out."""
+    groups: dict[tuple[str, str, str, str], list[Result]] = {}
+    for result in study.results:
+        if not result.aa:
+            groups.setdefault((result.contrast, result.arm, result.reference, result.phase), []).append(result)
+    return [_finding(study, group) for group in groups.values()]
+
+
+def _finding(study: Study, group: list[Result]) -> Finding:
+    first = group[0]
+    found = {v: [r.frontier for r in group if r.verdict == v] for v in VERDICTS}
+    found = {v: at for v, at in found.items() if at}
+    word = next(iter(found)) if len(found) == 1 else "mixed" if found else "unclear"
+    return Finding(
+        title=f"{first.arm} against {first.reference}",
+        phase=first.phase,
+        word=word,
+        sentence=_sentence(first, found, word),
+        how_much=_how_much(group),
+        how_sure=_how_sure(group),
+        still_right=_still_right(group),
+        limit=limit(study.line(first.arm, first.phase)),
+    )
+
+
+def _sentence(first: Result, found: dict[str, list[int]], word: str) -> str:
+    phase, arm, reference = first.phase.capitalize(), first.arm, first.reference
+    if word == "mixed":
+        parts = [f"{v} at {text.frontier_list(sorted(set(at)))}" for v, at in found.items()]
+        return f"{phase}: {arm} against {reference} depends on the context: {'; '.join(parts)}."
+    at = sorted({f for frontiers in found.values() for f in frontiers})
+    where = f"at all {len(at)} context lengths" if len(at) > 1 else f"at {text.frontier_list(at)} tokens"
+    return f"{phase}: " + {
+        "faster": f"{arm} is faster than {reference} {where}.",
+        "slower": f"{arm} is slower than {reference} {where}.",
+        "same": f"{arm} is as fast as {reference}, within the margin, {where}.",
+        "unclear": f"this run cannot tell whether {arm} is faster than {reference} {where}.",
+        "blocked": f"no speed is given for {arm} {where}: its output failed the quality guard.",
+        "unsupported": f"{arm} against {reference} cannot run here{_because(first.reason)}.",
+    }[word]
+
+
+def _because(reason: str) -> str:
+    return f": {reason.rstrip('.')}" if reason else ""
+
+
+def _how_much(group: Sequence[Result]) -> str:
+    known = [r for r in group if r.ratio is not None]
+    if not known:
+        return "no ratio"
+    ends = (min(known, key=lambda r: r.ratio or 0), max(known, key=lambda r: r.ratio or 0))
+    parts = [f"{text.ratio(r.ratio)} {text.interval(r.low, r.high)} at {text.tokens(r.frontier)}" for r in ends]
+    return parts[0] if len(known) == 1 else " to ".join(parts)
+
+
+def _how_sure(group: Sequence[Result]) -> str:
+    units = sorted({r.units for r in group})
+    span = text.count(units[0], "unit") if len(units) == 1 else f"{units[0]} to {units[-1]} units"
+    kinds = {r.unit for r in group}
+    if kinds == {"session"}:
+        said = span.replace("unit", "session") + ", each a fresh process"
+    elif kinds == {"block"}:
+        said = span.replace("unit", "block") + " of one session: this process only"
+    else:
+        said = span + ", sessions at some contexts, blocks of one session (this process only) at others"
+    margins = [r.margin for r in group if r.margin is not None]
+    said += f"; margin {text.percent(max(margins))}" if margins else "; no margin recorded"
+    seen = [r.detectable for r in group if r.verdict == "unclear" and r.detectable is not None]
+    if seen:
+        said += f"; where unclear, a difference of {text.percent(max(seen) - 1)} would have been seen"
+    return said
+
+
+def _still_right(group: Sequence[Result]) -> str:
+    verdicts = [r.check.get("passed") for r in group]
+    names = sorted({text.plain(r.check.get("name")) for r in group if r.check.get("name")})
+    by = f" ({', '.join(names)})" if names else ""
+    failed = [r.frontier for r in group if r.verdict == "blocked" or r.check.get("passed") is False]
+    if failed:
+        return f"NO: quality guard failed at {text.frontier_list(sorted(set(failed)))}{by}"
+    passed = sum(v is True for v in verdicts)
+    if not passed:
+        return "not checked: no quality guard ran"
+    return f"yes: quality guard passed{by}" if passed == len(group) else f"checked at {passed} of {len(group)} points{by}"
+
+
+def limit(line: Sequence[Cell]) -> str:
+    """How near an arm comes to the memory bandwidth of the device, by the least bytes it must move."""
+    known = [c for c in line if c.bytes_per_second]
+    if not known:
+        return "not measured: the rows hold no least bytes for it"
+    best = max(known, key=lambda c: c.bytes_per_second or 0)
+    reached = f"{text.number((best.bytes_per_second or 0) / 1e9)} GB/s of least bytes at {text.tokens(best.frontier)}"
+    shares = [c.bytes_per_second / c.bandwidth for c in known if c.bandwidth and c.bytes_per_second]
+    if not shares:
+        return f"{reached}; bandwidth of the device not measured"
+    low, high = text.percent(min(shares)), text.percent(max(shares))
+    return f"{low if low == high else f'{low} to {high}'} of the memory bandwidth; {reached}"
+
+
+def noise(study: Study) -> str:
+    """What comparing an arm with itself gave, or that nothing did."""
+    aa = [r for r in study.results if r.aa and r.ratio is not None]
+    if not aa:
+        return "No arm was compared with itself in these rows, so the noise of this run is not shown."
+    low, high = min(r.ratio or 1 for r in aa), max(r.ratio or 1 for r in aa)
+    held = sum(r.low is not None and r.high is not None and r.low <= 1 <= r.high for r in aa)
+    return (
+        f"An arm compared with itself gave {text.ratio(low)} to {text.ratio(high)} over {text.count(len(aa), 'point')} "
+        f"(the truth is 1); its interval held 1 at {held} of them."
+    )
+
+
+def warnings(runs: Sequence[RunRow], study: Study) -> list[str]:
+    """What a reader must know before the first number."""
+    said = []
+    if any(facts.device_kind(run) == "cuda" for run in runs):
+        said.append(
+            "This is a CUDA device. MLX-LM has no fast Gated DeltaNet here, so a ratio to MLX-LM says little; the peer "
+            "to beat on this device is llama.cpp. Nothing in this report speaks of a Mac."
+        )
+    if any(facts.is_toy(run) for run in runs):
+        said.append(
+            "Toy model: these speeds show that the path works and say nothing about the real model. "
+            f"For the real model: {facts.REAL_MODEL_COMMAND}"
+        )
+    if any(facts.is_synthetic(run) for run in runs):
+        said.append(
+            "Synthetic weights: they are random, so the text means nothing and expert routing is not that of real text. "
+            "Output is checked layer by layer."
+        )
+    if len({facts.signature(run) for run in runs}) > 1:
+        said.append("These rows come from different machines, models or versions; their series are kept apart by name.")
+    if any((run.git or {}).get("dirty") for run in runs):
+        said.append("The working tree had uncommitted changes when this was measured.")
+    if any(r.unit == "block" for r in study.results if not r.aa):
+        said.append("This process only: intervals come from blocks of one session. A new process may differ by more.")
+    broken = [c for c in study.gaps() if c.gap in ("oom", "timeout", "error")]
+    if broken:
+        said.append(f"{text.count(len(broken), 'point')} failed; see Skipped and failed.")
+    return said
+
+
+def places(runs: Sequence[RunRow]) -> list[dict[str, str]]:
+    """One entry per machine, model and set of versions: what was measured, on what, with what, when."""
+    seen: dict[tuple[str, ...], list[RunRow]] = {}
+    for run in runs:
+        seen.setdefault(facts.signature(run), []).append(run)
+    return [_place(group) for group in seen.values()]
+
+
+def _place(group: list[RunRow]) -> dict[str, str]:
+    run = group[0]
+    days = sorted({str(r.started)[:10] for r in group})
+    kind = facts.device_kind(run)
+    weights = "synthetic (random)" if facts.is_synthetic(run) else "toy" if facts.is_toy(run) else "as published"
+    memory = facts.finite(facts.lookup(run.machine, ("memory", "memory_bytes", "memory_size", "ram")))
+    return {
+        "Device": facts.chip_name(run) + (f" ({kind})" if kind else "") + (f", {text.size(memory)}" if memory else ""),
+        "Model": f"{text.one_line(facts.model_name(run))}, weights {weights}",
+        "Engine": f"lilybench {run.project_version} on mlx {facts.version(run, 'mlx')}",
+        "Baseline": f"mlx-lm {facts.version(run, 'mlx_lm')} on mlx {facts.version(run, 'mlx')}",
+        "Date": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
+        "Sessions": text.count(len({(r.run_id, r.session) for r in group}), "session"),
+    }
+
+
+def requested_against_executed(study: Study) -> list[dict[str, Any]]:
+    """A row per arm, phase and op: the variant asked for, the ones that ran, and whether they agree."""
+    asked = _requested(study)
+    ran: dict[tuple[str, str, str], dict[tuple[str, str], int]] = {}
+    for row in study.rows.samples:
+        arm = study.label(row.run_id, row.arm)
+        for item in row.executed:
+            key = (arm, row.phase, text.plain(item.get("op")))
+            variants = ran.setdefault(key, {})
+            what = (text.plain(item.get("variant")), text.plain(item.get("tile")))
+            variants[what] = variants.get(what, 0) + int(facts.finite(item.get("calls")) or 0)
+    table = []
+    for (arm, phase, op), variants in ran.items():
+        want = asked.get((arm, op), text.ABSENT)
+        names = {variant for variant, _ in variants}
+        free = want in ("best", text.ABSENT)
+        table.append(
+            {
+                "arm": arm,
+                "phase": phase,
+                "op": op,
+                "requested": want,
+                "executed": ", ".join(v if t == text.ABSENT else f"{v} ({t})" for v, t in variants),
+                "calls": sum(variants.values()),
+                "agrees": "free choice" if free else "yes" if names == {want} else "NO",
+            }
+        )
+    return table
+
+
+def _requested(study: Study) -> dict[tuple[str, str], str]:
+    """Variant asked for by (series, op), from the plan's configuration of each arm."""
+    asked = {}
+    for job in study.rows.jobs:
+        for arm in job.get("arms", []):
+            name = study.label(str(job.get("run_id", "")), str(arm.get("name", "")))
+            for op, value in (arm.get("config") or {}).items():
+                variant = value.get("variant") if isinstance(value, dict) else value
+                if isinstance(variant, str):
+                    asked[name, op] = variant
+    return asked

@@ -1,0 +1,136 @@
+"""Words and numbers for readers. Formatting never looks at the locale: the same rows read the same everywhere."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Sequence
+
+from reports.facts import finite
+
+ABSENT = "–"
+
+GLOSSARY = (
+    ("prefill", "Reading the prompt: all its tokens go through the model before the first answer token exists."),
+    ("decode", "Writing the answer, one token after another; the rate is gaps between tokens over time."),
+    ("frontier", "The context length at which a window is timed, in tokens; 1K is 1,024."),
+    ("depth", "Another word for the tokens already in the cache when decoding starts; here it equals the frontier."),
+    ("window", "One stretch of work under one reading of the clock, with the device drained before and after."),
+    ("block", "Windows of both arms taken close together in the order ABBA or BAAB, so that slow drift cancels."),
+    ("session", "One fresh process. Differences between sessions are the honest measure of how well a result repeats."),
+    ("arm", "One configuration of one program: the engine with its toggles set in one way, or MLX-LM."),
+    ("contrast", "One question: is this arm faster than that reference arm, at one phase and one frontier?"),
+    ("margin", "The smallest difference that counts; taken from comparing an arm with itself (A/A)."),
+    ("verdict", "faster or slower: the 95 % interval lies wholly beyond the margin. same: the 90 % interval lies "
+     "inside it. unclear: neither. blocked: the quality guard failed, so no speed is given. unsupported: an arm "
+     "cannot run here."),
+    ("quality guard", "The check, on the very path that is timed, that the arm still computes what the reference does."),
+)
+"""Terms and their meaning, in reading order."""
+
+FLAGS = {
+    "hot": "the sentinel kernel stayed slow after the longest wait: the device was warm",
+    "loaded": "other work was running",
+    "clock_jump": "the clock jumped inside the window; it was voided",
+    "aa": "an arm compared with itself",
+    "warm_capped": "warm-up ended by its cap, before times were stationary",
+}
+"""Flags of windows and their meaning."""
+
+
+def tokens(frontier: int) -> str:
+    """A context length as readers write it: 512, 1K, 128K; other lengths in full."""
+    if frontier >= 1024 and frontier % 1024 == 0:
+        return f"{frontier // 1024}K"
+    return f"{frontier:,}"
+
+
+def frontier_list(frontiers: Sequence[int]) -> str:
+    """Several context lengths in order: ``256``, ``256 and 1K``, ``256, 512 and 1K``."""
+    names = [tokens(f) for f in frontiers]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1] if names else ABSENT
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A number with `digits` significant digits but no fewer than its whole part; a dash where there is none."""
+    x = finite(value)
+    if x is None:
+        return ABSENT
+    if x == 0:
+        return "0"
+    whole = len(str(int(abs(x)))) if abs(x) >= 1 else 0
+    if whole:
+        return f"{x:,.{max(0, digits - whole)}f}"
+    return f"{x:.{digits}g}"
+
+
+def ratio(value: Any) -> str:
+    """A ratio of rates: ``1.23×``."""
+    x = finite(value)
+    return ABSENT if x is None else f"{x:.3f}×" if abs(x - 1) < 0.1 else f"{x:.2f}×"
+
+
+def interval(low: Any, high: Any) -> str:
+    """An interval of ratios, or words where it was not computed."""
+    a, b = finite(low), finite(high)
+    if a is None or b is None:
+        return "no interval"
+    places = 3 if abs(a - 1) < 0.1 and abs(b - 1) < 0.1 else 2
+    return f"[{a:.{places}f}, {b:.{places}f}]"
+
+
+def percent(value: Any) -> str:
+    """A share as percent."""
+    x = finite(value)
+    return ABSENT if x is None else f"{number(100 * x, 2)} %"
+
+
+def size(value: Any) -> str:
+    """Bytes in GiB or MiB."""
+    x = finite(value)
+    if x is None:
+        return ABSENT
+    return f"{number(x / 2**30)} GiB" if x >= 2**30 else f"{number(x / 2**20)} MiB"
+
+
+def duration(nanoseconds: Any) -> str:
+    """A time in s or ms."""
+    x = finite(nanoseconds)
+    if x is None:
+        return ABSENT
+    return f"{number(x / 1e9)} s" if x >= 1e9 else f"{number(x / 1e6)} ms"
+
+
+def plain(value: Any) -> str:
+    """Any recorded value on one line."""
+    if value is None or value == "":
+        return ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value, 4)
+    if isinstance(value, (list, tuple)):
+        return ", ".join(plain(v) for v in value) or ABSENT
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {plain(v)}" for k, v in value.items()) or ABSENT
+    return one_line(str(value))
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks and control characters, which would break tables and titles."""
+    return re.sub(r"\s+", " ", "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)).strip()
+
+
+def markdown(value: Any) -> str:
+    """`value` so that Markdown shows it as it is, also inside a table."""
+    escaped = re.sub(r"([\\`*\[\]<>|~$])", r"\\\1", one_line(str(value)))
+    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\_", escaped)
+
+
+def slug(text: str) -> str:
+    """`text` as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-.")[:60] or "x"
+
+
+def count(n: int, noun: str) -> str:
+    """``1 block``, ``5 blocks``."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
