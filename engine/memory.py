@@ -55,15 +55,17 @@ def cache_bytes(config: ModelConfig, positions: int, itemsize: int = 2, step: in
     return rounded * config.cache_bytes_per_token(itemsize) + config.state_bytes(itemsize)
 
 
-def scratch_bytes(config: ModelConfig, positions: int, chunk: int = 2048, itemsize: int = 2) -> int:
+def scratch_bytes(
+    config: ModelConfig, positions: int, chunk: int = 2048, itemsize: int = 2, fused_attention: bool = False
+) -> int:
     """Bytes that a prefill chunk needs for a while, on top of weights and caches.
 
-    MLX has no fused prefill attention for heads of 256, so the scores of a chunk, ``[heads, chunk, positions]``,
-    are an array. The rest is the widest intermediates of a layer, times what is alive at once; the factor is
-    fitted to published peaks of MLX-LM on a Mac (see the tests).
+    Without fused prefill attention (MLX on Metal has none for heads of 256) the scores of a chunk,
+    ``[heads, chunk, positions]``, are an array. The rest is the widest intermediates of a layer, times what is
+    alive at once; the factor is fitted to published peaks of MLX-LM on a Mac (see the tests).
     """
     c, rows = config, min(chunk, positions)
-    scores = c.num_attention_heads * rows * positions * itemsize
+    scores = 0 if fused_attention else c.num_attention_heads * rows * positions * itemsize
     experts = c.num_experts_per_tok * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
     delta = 3 * (c.conv_dim + c.value_dim)
     return scores + _SCRATCH_FACTOR * rows * (experts + delta) * itemsize
@@ -78,15 +80,18 @@ def run_bytes(
     itemsize: int = 2,
     bits: int | None = 4,
     weights: int | None = None,
+    fused_attention: bool = False,
 ) -> int:
     """Peak device bytes of a run at a context of `positions` tokens.
 
     Args:
         arms: sequences alive at once; arms share the weights, each has its own cache, one prefills at a time.
         weights: bytes of the weights if known (a loaded checkpoint), else computed from the geometry.
+        fused_attention: prefill attention keeps no scores (see `scratch_bytes`).
     """
     held = weight_bytes(config, bits, itemsize) if weights is None else weights
-    return held + arms * cache_bytes(config, positions, itemsize) + scratch_bytes(config, positions, chunk, itemsize)
+    scratch = scratch_bytes(config, positions, chunk, itemsize, fused_attention)
+    return held + arms * cache_bytes(config, positions, itemsize) + scratch
 
 
 def largest_frontier(
@@ -98,6 +103,7 @@ def largest_frontier(
     itemsize: int = 2,
     bits: int | None = 4,
     weights: int | None = None,
+    fused_attention: bool = False,
 ) -> int:
     """The largest power-of-two context, from 256 to what the model supports, whose run fits `budget` bytes.
 
@@ -108,7 +114,16 @@ def largest_frontier(
     """
     best, frontier = 0, SMALLEST_FRONTIER
     while frontier <= config.max_position_embeddings:
-        need = run_bytes(config, frontier, arms=arms, chunk=chunk, itemsize=itemsize, bits=bits, weights=weights)
+        need = run_bytes(
+            config,
+            frontier,
+            arms=arms,
+            chunk=chunk,
+            itemsize=itemsize,
+            bits=bits,
+            weights=weights,
+            fused_attention=fused_attention,
+        )
         if need > budget:
             break
         best, frontier = frontier, 2 * frontier

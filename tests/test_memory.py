@@ -47,6 +47,9 @@ def test_second_arm_costs_a_cache_and_no_weights() -> None:
 
 def test_scratch_of_a_short_prompt_is_that_of_its_rows() -> None:
     assert scratch_bytes(REAL, 256, chunk=2048) == scratch_bytes(REAL, 256, chunk=256)
+    # Heads x chunk x positions x 2 bytes of scores are what fused attention saves.
+    saved = scratch_bytes(REAL, 8192) - scratch_bytes(REAL, 8192, fused_attention=True)
+    assert saved == 16 * 2048 * 8192 * 2
     assert scratch_bytes(REAL, 8192, chunk=4096) > scratch_bytes(REAL, 8192, chunk=2048)
 
 
