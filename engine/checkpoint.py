@@ -439,7 +439,7 @@ def _dtype(name: str, info: TensorInfo) -> mx.Dtype:
 def _bind(inventory: Inventory, arrays: Mapping[str, mx.array], dtype: mx.Dtype | None, mtp: bool) -> Weights:
     """Bring stored arrays into MLX names and layout, and bind them; nothing is evaluated."""
     origin: dict[str, str] = {}
-    tensors = _to_mlx(inventory, arrays, origin, mtp)
+    tensors = _to_mlx(inventory, arrays, origin, dtype, mtp)
     try:
         weights = Weights.from_tensors(inventory.config, tensors, dtype or _float_type(tensors))
     except WeightError as error:
@@ -456,8 +456,9 @@ def _bind(inventory: Inventory, arrays: Mapping[str, mx.array], dtype: mx.Dtype 
 
 
 def _to_mlx(
-    inventory: Inventory, arrays: Mapping[str, mx.array], origin: dict[str, str], mtp: bool
+    inventory: Inventory, arrays: Mapping[str, mx.array], origin: dict[str, str], dtype: mx.Dtype | None, mtp: bool
 ) -> dict[str, mx.array]:
+    """Arrays by MLX name in MLX layout; fills `origin` with the stored name of each."""
     made: dict[str, mx.array] = {}
     lone: dict[str, dict[int, str]] = {}
     raw = inventory.layout == "hf"
@@ -480,7 +481,7 @@ def _to_mlx(
             if raw and to.endswith("conv1d.weight"):
                 value = mx.contiguous(value.moveaxis(2, 1))
             if _is_gain(to) and (inventory.mtp_shifted if kind == "mtp" else raw):
-                value = (value.astype(mx.float32) + 1).astype(value.dtype)
+                value = (value.astype(mx.float32) + 1).astype(dtype or value.dtype)
             made[to], origin[to] = value, name
     for to, parts in lone.items():
         made[to], origin[to] = _stack(inventory, arrays, to, parts), parts[min(parts)]
