@@ -1,0 +1,268 @@
+"""The house rules as tests: who imports whom, lint, types, docstrings, constructs that are banned and why."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("engine", "ablations", "sweeps", "reports")
+PYTHON = Path(sys.executable)
+
+
+def tracked() -> list[Path]:
+    """Files that belong to the project: known to git, or new and not ignored."""
+    argv = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def sources(room: str) -> list[Path]:
+    """Python files of a room."""
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def run(*argv: str) -> None:
+    """Run a tool of this environment in the root; its output is the failure."""
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout}{done.stderr}"
+
+
+# -- tools -------------------------------------------------------------------------------------------
+
+
+def test_ruff_check() -> None:
+    run(str(PYTHON), "-m", "ruff", "check", "--no-cache", ".")
+
+
+def test_ruff_format() -> None:
+    run(str(PYTHON), "-m", "ruff", "format", "--no-cache", "--check", ".")
+
+
+def test_types() -> None:
+    run(str(PYTHON), "-m", "pyright", "--pythonpath", str(PYTHON), *ROOMS)
+
+
+# -- imports -------------------------------------------------------------------------------------------
+
+
+def test_import_contracts() -> None:
+    run(str(PYTHON.parent / "lint-imports"), "--no-cache")
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("import sweeps.rows", "engine/planted.py"),
+        ("import time", "engine/planted.py"),
+        ("import mlx_lm", "engine/planted.py"),
+        ("import hydra", "ablations/planted.py"),
+        ("from sweeps import rows", "ablations/planted.py"),
+        ("import engine.device", "reports/planted.py"),
+        ("import mlx.core", "reports/planted.py"),
+    ],
+)
+def test_import_contracts_catch_a_planted_import(line: str, file: str, tmp_path: Path) -> None:
+    # A contract that lost its packages would keep silent; each forbidden direction is planted once.
+    for room in ROOMS:
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").touch()
+    (tmp_path / "sweeps" / "rows.py").touch()
+    (tmp_path / "engine" / "device.py").write_text("import mlx.core\n")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    command = [str(PYTHON.parent / "lint-imports"), "--no-cache"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    clean = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert clean.returncode == 0, clean.stdout + clean.stderr
+    (tmp_path / file).write_text(line + "\n")
+    broken = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert broken.returncode == 1 and "BROKEN" in broken.stdout, broken.stdout + broken.stderr
+
+
+def test_reports_and_store_load_without_mlx() -> None:
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources("reports")]
+    modules = [m.removesuffix(".__init__") for m in modules if not m.endswith("__main__")] + ["sweeps.store"]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "assert not {'mlx', 'mlx_lm'} & set(sys.modules), 'MLX was loaded'\n"
+    )
+    run(str(PYTHON), "-c", code)
+
+
+# -- banned constructs -----------------------------------------------------------------------------------
+
+BANNED = [
+    # (pattern, rooms, files that may, reason)
+    (r"\bos\.(environ|getenv)\b", ROOMS, ("sweeps/environment.py", "engine/fetch.py"), "settings come from the config"),
+    (r"\bmx\.metal\.(get|set|reset|clear|device_info)", ROOMS, (), "old spelling; prints warnings into output"),
+    (r"\b(breakpoint|pdb\.set_trace)\(", ROOMS, (), "left from debugging"),
+    (r"\bexcept:\s*$", ROOMS, (), "swallows an interrupt"),
+    (r"\b(time\.time|datetime\.now|datetime\.utcnow)\(\)", ("engine", "ablations"), (), "no clock in this room"),
+    (r"#\s*(TODO|FIXME|XXX)\b", ROOMS, (), "write down the limit in the README instead"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "rooms", "may", "reason"), BANNED)
+def test_banned_constructs(pattern: str, rooms: tuple[str, ...], may: tuple[str, ...], reason: str) -> None:
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for room in rooms
+        for path in sources(room)
+        if path.relative_to(ROOT).as_posix() not in may
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not hits, f"{reason}:\n" + "\n".join(hits)
+
+
+def test_the_forward_pass_has_no_branch_on_the_config() -> None:
+    tree = ast.parse((ROOT / "engine" / "model.py").read_text())
+    tests = [ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp)]
+    branches = [test for test in tests if re.search(r"\b(engine_config|cfg)\b\.\w", test)]
+    assert not branches, f"variants are bound when the model is built, not chosen in the forward pass: {branches}"
+
+
+# -- docstrings and annotations ------------------------------------------------------------------------
+
+
+def public_functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST, list[str]]]:
+    """Public classes, functions and methods of a module as (name, node, names of base classes)."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            bases = [ast.unparse(base).split(".")[-1].split("[")[0] for base in node.bases]
+            yield node.name, node, bases
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and not item.name.startswith("_"):
+                    yield f"{node.name}.{item.name}", item, bases
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node.name, node, []
+
+
+def documented_methods() -> set[tuple[str, str]]:
+    """(class, method) of every documented method: an override inherits its base's docstring."""
+    found = set()
+    for room in ROOMS:
+        for path in sources(room):
+            for name, node, _ in public_functions(ast.parse(path.read_text())):
+                if "." in name and ast.get_docstring(node):  # type: ignore[arg-type]
+                    found.add(tuple(name.split(".", 1)))
+    return found
+
+
+def unannotated(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Parameters (but self and cls) and the return that carry no annotation."""
+    given = node.args
+    names = [a for a in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if a]
+    missing = [a.arg for a in names if a.annotation is None and a.arg not in ("self", "cls")]
+    return missing if node.returns is not None else [*missing, "return"]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_has_types_and_a_docstring(room: str) -> None:
+    inherited = documented_methods()
+    # Implementations of the subjects' protocol share its docstrings without inheriting from it.
+    protocol = {method for owner, method in inherited if owner == "Subject"}
+    faults = []
+    for path in sources(room):
+        tree = ast.parse(path.read_text())
+        at = path.relative_to(ROOT)
+        if tree.body and not ast.get_docstring(tree):
+            faults.append(f"{at}: the module has no docstring")
+        for name, node, bases in public_functions(tree):
+            method = name.rpartition(".")[2]
+            shared = any((base, method) in inherited for base in bases) or (
+                "subjects" in at.parts and "." in name and method in protocol
+            )
+            if not ast.get_docstring(node) and not shared:  # type: ignore[arg-type]
+                faults.append(f"{at}:{node.lineno}: {name} has no docstring")  # type: ignore[attr-defined]
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (missing := unannotated(node)):
+                faults.append(f"{at}:{node.lineno}: {name} lacks types for {', '.join(missing)}")
+    assert not faults, "\n".join(faults)
+
+
+# -- the project stands alone ----------------------------------------------------------------------------
+
+# Folders of the machine it was written on, and trackers other than a linked one, mean nothing to a reader.
+FOREIGN = re.compile(r"(?<![\w.])/(?:home|root|Users|work|opt/ll)/\w|\bissue #?\d+\b|\.\./shared\b", re.IGNORECASE)
+TEXT = {
+    ".py",
+    ".md",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".txt",
+    ".j2",
+    ".html",
+    ".css",
+    ".json",
+    ".jsonl",
+    ".metal",
+    ".h",
+    ".cpp",
+}
+
+
+def test_no_machine_paths_or_loose_tracker_numbers() -> None:
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path in tracked()
+        if (path.suffix in TEXT or path.name == "run") and path != Path(__file__)
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if FOREIGN.search(line) and "github.com" not in line
+    ]
+    assert not hits, "\n".join(hits)
+
+
+def test_no_large_file_but_the_embedded_checkpoint() -> None:
+    large = [p for p in tracked() if p.stat().st_size > 2 << 20 and "tiny" not in p.parts]
+    assert not large, [f"{p.relative_to(ROOT)}: {p.stat().st_size >> 10} KiB" for p in large]
+
+
+# -- documents that commands depend on -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "last"), [("sweep", ".venv/bin/python -m sweeps"), ("tests", "-m pytest -q")])
+def test_readme_blocks_are_what_ci_runs(name: str, last: str) -> None:
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(rf"^<!-- command: {name} -->\n```bash\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1, f"README.md has {len(blocks)} blocks for {name}"
+    assert blocks[0].startswith("python3 -m venv .venv && ") and blocks[0].endswith(last)
+    assert "-c constraints.txt" in blocks[0] and "\n" not in blocks[0]
+    function = re.search(r"^block\(\) \{.+?^\}", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    assert function, ".ci/run lost its function `block`"
+    script = f"{function[0]}\nblock {name}"
+    printed = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed == blocks[0] + "\n"
+
+
+def test_readme_lists_every_toggle() -> None:
+    from sweeps import toggles
+
+    table = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert table == set(toggles.TOGGLES), "the table of toggles in README.md is stale"
+
+
+def test_locked_versions_cover_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    names = {re.split(r"[\[<>=;\s]", need)[0].lower() for need in wanted}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    locked = {line.partition("==")[0].lower() for line in lines if not line.startswith("#")}
+    assert not names - locked, f"constraints.txt lacks {sorted(names - locked)}"
+    loose = [line for line in lines if not line.startswith("#") and not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
+    assert not loose, f"constraints.txt must name exact versions and nothing else: {loose}"
+
+
+def test_hooks_use_the_locked_ruff() -> None:
+    locked = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    hooks = set(re.findall(r'"ruff==([^"]+)"', (ROOT / ".pre-commit-config.yaml").read_text()))
+    assert locked and hooks == {locked[1]}
