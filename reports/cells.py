@@ -20,7 +20,7 @@ GapKind = Literal["skipped", "oom", "timeout", "error", "blocked", "missing"]
 class Cell:
     """One arm at one phase and frontier. Rates in tokens a second, sizes in bytes, times in nanoseconds.
 
-    low, high: 10th and 90th percentile over windows. bytes_per_second: least bytes over time, median.
+    low, high: 10th and 90th percentile over windows. session_medians: median rate of each session. bytes_per_second: least bytes over time, median.
     gap: None, or why there is no number; `reason` then says more. failed: windows that did not end well.
     """
 
@@ -46,6 +46,7 @@ class Cell:
     gap: GapKind | None = None
     reason: str = ""
     failed: int = 0
+    session_medians: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -183,11 +184,11 @@ def _result(row: ContrastRow, label: Labels, aa_arms: set[str]) -> Result:
     run_id = row.run_ids[0] if row.run_ids else ""
     arm, reference = label(run_id, row.arm), label(run_id, row.reference)
     same = label.hash_of(run_id, row.arm)
-    aa = arm in aa_arms or reference in aa_arms or (same is not None and same == label.hash_of(run_id, row.reference))
+    aa = arm in aa_arms or reference in aa_arms or bool(same and same == label.hash_of(run_id, row.reference))
     verdict, reason = row.verdict, row.reason or ""
     numbers = [finite(x) for x in (row.ratio, row.low, row.high, row.detectable)]
-    if _failed(row.check) and verdict != "blocked":
-        verdict, reason = "blocked", reason or "the quality guard failed"
+    if verdict in ("faster", "slower", "same", "unclear") and row.check and row.check.get("passed") is not True:
+        verdict, reason = "blocked", str(row.check.get("reason") or "the quality guard gave no pass")
     if verdict in ("faster", "slower", "same") and numbers[0] is None:
         verdict, reason = "unclear", reason or "the row has a verdict but no ratio"
     if verdict == "blocked":
@@ -242,10 +243,14 @@ def _cell(
     used = [row for _, row in timed]
     rates = np.array([rate for rate, _ in timed])
     cell.windows = len(used)
-    cell.sessions = len({(row.run_id, row.session) for row in used})
     cell.blocks = len({(row.run_id, row.session, row.block) for row in used})
     cell.median = float(np.median(rates))
     cell.low, cell.high = (float(x) for x in np.percentile(rates, [10, 90]))
+    by_session: dict[tuple[str, int], list[float]] = {}
+    for rate, row in timed:
+        by_session.setdefault((row.run_id, row.session), []).append(rate)
+    cell.sessions = len(by_session)
+    cell.session_medians = [float(np.median(rates)) for rates in by_session.values()]
     cell.elapsed_ns = _median(row.elapsed_ns for row in used)
     cell.work_tokens = int(_median(row.work_tokens for row in used) or 0)
     cell.peak_bytes = _largest(row.peak_bytes for row in used)
@@ -286,6 +291,7 @@ def _block(cell: Cell, reason: str) -> None:
     """Take the numbers of speed away: an arm whose answers are wrong has none."""
     cell.gap, cell.reason = "blocked", reason or "the quality guard failed"
     cell.median = cell.low = cell.high = cell.elapsed_ns = cell.bytes_per_second = cell.flops_per_second = None
+    cell.session_medians = []
 
 
 def _per_second(amount: int | None, row: SampleRow) -> float | None:

@@ -106,19 +106,19 @@ def ratios(study: Study, phase: Phase) -> list[Plot]:
             groups.setdefault(f"{result.arm} / {result.reference}", []).append(result)
     names = list(groups)
     pages = [names[i : i + PER_FIGURE] for i in range(0, len(names), PER_FIGURE)] or [[]]
-    return [_ratio_page(phase, {n: groups[n] for n in page}, i, len(pages)) for i, page in enumerate(pages)]
+    return [_ratio_page(study, phase, {n: groups[n] for n in page}, i, len(pages)) for i, page in enumerate(pages)]
 
 
-def _ratio_page(phase: Phase, groups: dict[str, list[Result]], page: int, of: int) -> Plot:
+def _ratio_page(study: Study, phase: Phase, groups: dict[str, list[Result]], page: int, of: int) -> Plot:
     suffix = f" ({page + 1} of {of})" if of > 1 else ""
-    frontiers = sorted({r.frontier for group in groups.values() for r in group})
+    frontiers = sorted({*study.frontiers[phase], *(r.frontier for group in groups.values() for r in group)})
     name = f"ratio-{phase}" + (f"-{page + 1}" if of > 1 else "")
     canvas = _Canvas(name, f"{phase.capitalize()}: ratio of rates with 95 % interval{suffix}", frontiers)
     axes = canvas.axes
     axes.set_ylabel("ratio (above 1: faster)")
     margin = max((r.margin or 0 for group in groups.values() for r in group), default=0)
     if frontiers:
-        axes.axhspan(1 - margin, 1 + margin, color=SHADE, zorder=0)
+        axes.axhspan(1 / (1 + margin), 1 + margin, color=SHADE, zorder=0)
         axes.axhline(1, color=INK, linewidth=1)
     said = []
     for i, (label, group) in enumerate(groups.items()):
@@ -137,7 +137,17 @@ def _ratio_page(phase: Phase, groups: dict[str, list[Result]], page: int, of: in
         for r in group:
             if r.ratio is None:
                 canvas.cross(i, r.frontier, shift, f"{label} at {text.tokens(r.frontier)}: {r.verdict}", r.reason)
+        for frontier in frontiers:
+            if all(r.frontier != frontier for r in group):
+                why = _why_no_ratio(study, group[0], phase, frontier)
+                canvas.cross(i, frontier, shift, f"{label} at {text.tokens(frontier)}: no contrast", why)
     return canvas.finish("; ".join(said) or "No ratio was found.", "The grey band is the margin.")
+
+
+def _why_no_ratio(study: Study, like: Result, phase: Phase, frontier: int) -> str:
+    """The gap of either arm that explains why a contrast has no row."""
+    cells = [study.cells.get((arm, phase, frontier)) for arm in (like.arm, like.reference)]
+    return "; ".join(f"{c.arm} {text.gap(c.gap)}, {c.reason}" for c in cells if c and c.gap)
 
 
 def _arm_length(result: Result, end: float | None, sign: int) -> float:
@@ -282,7 +292,7 @@ class _Canvas:
         for cell in line:
             if cell.gap:
                 shift = (offset - (of - 1) / 2) * 0.22
-                self.cross(i, cell.frontier, shift, f"{arm} at {text.tokens(cell.frontier)}: {cell.gap}", cell.reason)
+                self.cross(i, cell.frontier, shift, f"{arm} at {text.tokens(cell.frontier)}: {text.gap(cell.gap)}", cell.reason)
 
     def cross(self, i: int, frontier: int, shift: float, what: str, reason: str) -> None:
         """One missing point: a cross on a hatched strip, with the number of its note."""

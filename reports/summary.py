@@ -55,7 +55,8 @@ def _finding(study: Study, group: list[Result]) -> Finding:
 def _sentence(first: Result, found: dict[str, list[int]], word: str) -> str:
     phase, arm, reference = first.phase.capitalize(), first.arm, first.reference
     if word == "mixed":
-        parts = [f"{v} at {text.frontier_list(sorted(set(at)))}" for v, at in found.items()]
+        tested = [f for at in found.values() for f in at]
+        parts = [f"{v} at {text.frontier_list(at, tested)}" for v, at in found.items()]
         return f"{phase}: {arm} against {reference} depends on the context: {'; '.join(parts)}."
     at = sorted({f for frontiers in found.values() for f in frontiers})
     where = f"at all {len(at)} context lengths" if len(at) > 1 else f"at {text.frontier_list(at)} tokens"
@@ -106,7 +107,7 @@ def _still_right(group: Sequence[Result]) -> str:
     by = f" ({', '.join(names)})" if names else ""
     failed = [r.frontier for r in group if r.verdict == "blocked" or r.check.get("passed") is False]
     if failed:
-        return f"NO: quality guard failed at {text.frontier_list(sorted(set(failed)))}{by}"
+        return f"NO: quality guard failed at {text.frontier_list(failed, [r.frontier for r in group])}{by}"
     passed = sum(v is True for v in verdicts)
     if not passed:
         return "not checked: no quality guard ran"
@@ -183,11 +184,12 @@ def _place(group: list[RunRow]) -> dict[str, str]:
     days = sorted({str(r.started)[:10] for r in group})
     kind = facts.device_kind(run)
     weights = "synthetic (random)" if facts.is_synthetic(run) else "toy" if facts.is_toy(run) else "as published"
+    wheel = facts.lookup(run.machine, ("mlx-metal wheel", "mlx-cuda-13 wheel", "mlx-cuda-12 wheel", "mlx-cpu wheel"))
     memory = facts.finite(facts.lookup(run.machine, ("memory", "memory_bytes", "memory_size", "ram")))
     return {
         "Device": facts.chip_name(run) + (f" ({kind})" if kind else "") + (f", {text.size(memory)}" if memory else ""),
         "Model": f"{text.one_line(facts.model_name(run))}, weights {weights}",
-        "Engine": f"lilybench {run.project_version} on mlx {facts.version(run, 'mlx')}",
+        "Engine": f"lilybench {run.project_version} on mlx {facts.version(run, 'mlx')}" + (f" ({wheel})" if wheel else ""),
         "Baseline": f"mlx-lm {facts.version(run, 'mlx_lm')} on mlx {facts.version(run, 'mlx')}",
         "Date": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
         "Sessions": text.count(len({(r.run_id, r.session) for r in group}), "session"),

@@ -136,7 +136,7 @@ def rates(study: Study, phase: str) -> Table:
 
 
 def _rate(value: Any) -> str:
-    return value if isinstance(value, str) else text.number(value)
+    return text.gap(value) if isinstance(value, str) else text.number(value)
 
 
 def points(study: Study) -> Table:
@@ -147,7 +147,7 @@ def points(study: Study) -> Table:
         Column("windows", "windows", text.plain, True), Column("blocks", "blocks", text.plain, True),
         Column("sessions", "sessions", text.plain, True), Column("elapsed_ns", "time, median", text.duration, True),
         Column("work_tokens", "tokens timed", text.number, True), Column("peak_bytes", "peak", text.size, True),
-        Column("gigabytes", "GB/s", text.number, True), Column("flags", "flags"), Column("state", "state"),
+        Column("gigabytes", "GB/s", text.number, True), Column("flags", "flags"), Column("state", "state", text.gap),
     ]  # fmt: skip
     rows = []
     for c in study.cells.values():
@@ -163,7 +163,7 @@ def _flags(flags: dict[str, int]) -> str:
 
 def gaps(study: Study) -> Table:
     """What is missing, and why."""
-    columns = [Column("arm", "arm"), Column("phase", "phase"), _FRONTIER, Column("kind", "what"), Column("reason", "why")]
+    columns = [Column("arm", "arm"), Column("phase", "phase"), _FRONTIER, Column("kind", "what", text.gap), Column("reason", "why")]
     rows = [
         {"arm": c.arm, "phase": c.phase, "frontier": c.frontier, "kind": c.gap or "partly failed", "reason": c.reason}
         for c in study.gaps()

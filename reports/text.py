@@ -44,9 +44,18 @@ def tokens(frontier: int) -> str:
     return f"{frontier:,}"
 
 
-def frontier_list(frontiers: Sequence[int]) -> str:
-    """Several context lengths in order: ``256``, ``256 and 1K``, ``256, 512 and 1K``."""
-    names = [tokens(f) for f in frontiers]
+def frontier_list(frontiers: Sequence[int], tested: Sequence[int] = ()) -> str:
+    """Several context lengths in order: ``256``, ``256 and 1K``; three and more neighbours in `tested`: ``256 to 1K``."""
+    order = sorted(set(tested) | set(frontiers))
+    runs: list[list[int]] = []
+    for f in sorted(set(frontiers)):
+        if tested and runs and order.index(f) == order.index(runs[-1][-1]) + 1:
+            runs[-1].append(f)
+        else:
+            runs.append([f])
+    names = []
+    for run in runs:
+        names += [f"{tokens(run[0])} to {tokens(run[-1])}"] if len(run) > 2 else [tokens(f) for f in run]
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1] if names else ABSENT
 
 
@@ -82,6 +91,15 @@ def percent(value: Any) -> str:
     """A share as percent."""
     x = finite(value)
     return ABSENT if x is None else f"{number(100 * x, 2)} %"
+
+
+GAPS = {"oom": "out of memory", "missing": "not run", "timeout": "timed out", "error": "failed"}
+"""Kinds of missing points in words, where the kind is not one already."""
+
+
+def gap(kind: Any) -> str:
+    """The kind of a missing point in words."""
+    return GAPS.get(str(kind), plain(kind))
 
 
 def size(value: Any) -> str:

@@ -57,7 +57,7 @@ def sample(arm: str, phase: str, frontier: int, session: int = 0, block: int = 0
         "subject": subject, "phase": phase, "frontier": frontier, "block": block, "slot": slot, "status": "ok",
         "work_tokens": work, "elapsed_ns": int(work / rate * 1e9), "enqueue_ns": 1000,
         "peak_bytes": 20 * GIB + frontier * 40_000, "active_bytes": 19 * GIB + frontier * 20_480,
-        "footprint_bytes": 21 * GIB + frontier * 40_000, "least_bytes": work * (2 * GIB + frontier * 20_480),
+        "footprint_bytes": 21 * GIB + frontier * 40_000, "least_bytes": (work if phase == "decode" else 1 + frontier // 2048) * (2 * GIB + frontier * 20_480),
         "least_flops": work * 6_000_000_000, "chunks": [min(frontier, 2048)] * max(1, frontier // 2048),
         "executed": executed, "tokens_hash": "t0",
     }  # fmt: skip
