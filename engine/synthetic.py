@@ -156,7 +156,7 @@ class _Maker:
         if self.bits is None:
             self.put(f"{name}.weight", mx.random.normal(shape, scale=std, key=self.key(name)))
             return
-        bits = bits or self.bits
+        bits = self.bits if bits is None else bits
         levels = 2**bits
         scale = std / math.sqrt((levels**2 - 1) / 12)
         groups = (*shape[:-1], width // GROUP_SIZE)
