@@ -14,40 +14,43 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from engine.tokenizer import Tokenizer
 from mlx.utils import tree_flatten
 
-from engine.checkpoint import Checkpoint, load
+from engine.checkpoint import Inventory, inspect, load
 from engine.config import GROUP_SIZE, ModelConfig
 from engine.device import activation_dtype
-from engine.synthetic import make_weights, tiny_config
+from engine.synthetic import make_weights
 from engine.weights import Weights
 from sweeps.subjects.base import SubjectError, SubjectUnsupported, memory_errors
 
 PREFIX = "language_model."
 """What MLX-LM's parameter names start with and `Weights.tensors` leaves off."""
 
+SMALL_BYTES = 2**30
+"""Weights up to this size may be held a second time, for checks."""
+
 
 class Shared:
     """The model of a job, loaded on first use.
 
     Args:
-        model: the job's model. Either ``path`` (a checkpoint folder), or ``kind: synthetic`` (or ``embedded``
-            without a path) with optional ``geometry`` (fields of `ModelConfig`; absent is the real one, or for
-            ``embedded`` the tiny one), ``seed``, ``bits``, ``skew``, ``mtp`` and ``real_vocab``.
+        model: the job's model: ``kind`` ``"checkpoint"`` with its folder as ``path``, or ``"synthetic"`` with
+            ``config`` (fields of `ModelConfig`), ``seed`` and optionally ``bits``, ``skew`` and ``mtp``.
         baseline: whether MLX-LM takes part; then a folder is loaded by MLX-LM's loader.
 
     Raises:
-        SubjectError: neither a folder nor a synthetic model is named.
+        SubjectError: the model is of another kind, or is missing.
     """
 
     def __init__(self, model: Mapping[str, Any], baseline: bool = True):
         self.spec, self.baseline = dict(model), baseline
         self.dtype = activation_dtype()
-        path = self.spec.get("path")
-        self.path = Path(path) if path else None
-        if self.path is None and self.spec.get("kind") not in ("synthetic", "embedded"):
-            raise SubjectError(f"model {self.spec.get('name', '?')!r} has neither a folder (path) nor kind=synthetic")
+        name, kind = self.spec.get("name", "?"), self.spec.get("kind")
+        if self.spec.get("missing"):
+            raise SubjectError(f"model {name}: {self.spec['missing']}")
+        if kind not in ("checkpoint", "synthetic") or (kind == "checkpoint" and not self.spec.get("path")):
+            raise SubjectError(f"model {name}: kind {kind!r} is neither a checkpoint with a path nor synthetic")
+        self.path = Path(self.spec["path"]) if kind == "checkpoint" else None
 
     @property
     def synthetic(self) -> bool:
@@ -55,41 +58,52 @@ class Shared:
         return self.path is None or bool(self.spec.get("synthetic"))
 
     @cached_property
-    def checkpoint(self) -> Checkpoint | None:
-        """The folder as the engine's loader reads it, arrays not yet in memory; None for weights made here."""
-        return load(self.path) if self.path else None
+    def inventory(self) -> Inventory | None:
+        """Headers of the folder, no data; None for weights made here."""
+        return inspect(self.path) if self.path else None
 
     @cached_property
     def config(self) -> ModelConfig:
         """The architecture."""
-        if self.checkpoint is not None:
-            return self.checkpoint.config
-        fields = self.spec.get("geometry")
-        if self.spec["kind"] == "embedded":
-            return tiny_config(**(fields or {}))
-        return ModelConfig(**(fields or {}))
+        if self.inventory is not None:
+            return self.inventory.config
+        fields = dict(self.spec.get("config") or {})
+        if "eos_token_ids" in fields:
+            fields["eos_token_ids"] = tuple(fields["eos_token_ids"])
+        return ModelConfig(**fields)
 
     @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """The folder's tokenizer; None for weights made here."""
-        return self.checkpoint.tokenizer if self.checkpoint is not None else None
+    def tokenizer(self) -> Any:
+        """The folder's tokenizer; None where there is none."""
+        if self.path is None or not (self.path / "tokenizer.json").is_file():
+            return None
+        from engine.tokenizer import Tokenizer
+
+        return Tokenizer.from_path(self.path)
 
     @property
-    def real_vocab(self) -> int | None:
-        """Number of ids that are tokens; the rows beyond are padding. None if nobody says."""
-        said = self.spec.get("real_vocab")
-        return said if said else self.tokenizer.real_vocab if self.tokenizer else None
+    def real_vocab(self) -> int:
+        """Number of ids that are tokens; rows of the head beyond are padding."""
+        known = self.tokenizer.real_vocab if self.tokenizer else None
+        return min(known or self.config.vocab_size, self.config.vocab_size)
 
     @cached_property
     def weights(self) -> Weights:
-        """The weights both sides run on, in memory, floats in `dtype`."""
+        """The weights both sides run on, in memory, floats in `dtype` (checkpoints on a GPU: as stored).
+
+        MLX-LM drops draft heads, so weights borrowed from it have none.
+
+        Raises:
+            SubjectOutOfMemory: they do not fit.
+        """
         with memory_errors("loading the weights"):
-            if self.path and self.baseline:
-                made = self._borrowed()
-            elif self.checkpoint is not None:
-                made = Weights.from_tensors(self.config, self.checkpoint.weights.tensors, self.dtype)
+            if self.path is None:
+                made = Weights.from_tensors(self.config, self._random().tensors, self.dtype)
+            elif self.baseline and self._loaded is not None:
+                parameters = dict(tree_flatten(self._loaded.parameters()))
+                made = Weights.from_tensors(self.config, parameters)
             else:
-                made = self._random()
+                made = load(self.path, self.dtype).weights
             mx.eval(made.tensors)
         return made
 
@@ -98,80 +112,82 @@ class Shared:
         """MLX-LM's model in evaluation mode, on the arrays of `weights`.
 
         Raises:
-            SubjectUnsupported: MLX-LM's loader refuses this folder.
+            SubjectUnsupported: MLX-LM's loader refuses this folder; the reason is its own.
         """
-        return self._loaded if self.path and self.baseline else build_lm_model(self.config, self.weights.tensors)
+        weights = self.weights
+        if self.path is None:
+            return build_lm_model(self.config, weights.tensors)
+        if self._loaded is None:
+            raise SubjectUnsupported(f"MLX-LM cannot load {self.path}: {self._refusal}")
+        return self._loaded
 
     @cached_property
     def _loaded(self) -> Any:
+        """What MLX-LM's own loader makes of the folder, not evaluated; None if it refuses."""
         from mlx_lm.utils import load_model
 
         assert self.path is not None
         try:
             model, _ = load_model(self.path, lazy=True)
         except (ValueError, KeyError, FileNotFoundError) as error:
-            first = str(error).strip().splitlines()[0][:200]
-            raise SubjectUnsupported(f"MLX-LM cannot load {self.path}: {first}") from error
+            self._refusal = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            return None
         if self.dtype == mx.float32:
             model.set_dtype(mx.float32)
         return model
 
-    def _borrowed(self) -> Weights:
-        """MLX-LM's arrays, and the draft head, which MLX-LM drops, from the engine's own loader."""
-        try:
-            tensors = dict(tree_flatten(self._loaded.parameters()))
-        except SubjectUnsupported:
-            self.baseline = False
-            return self._own()
-        own = self._own()
-        head = {name: value for name, value in own.tensors.items() if name.startswith("mtp.")}
-        borrowed = {name.removeprefix(PREFIX): value for name, value in tensors.items()}
-        return Weights.from_tensors(self.config, borrowed | head)
-
-    def _own(self) -> Weights:
-        assert self.checkpoint is not None
-        return Weights.from_tensors(self.config, self.checkpoint.weights.tensors, self.dtype)
-
     def _random(self) -> Weights:
         spec = self.spec
-        made = make_weights(
+        return make_weights(
             self.config,
             seed=int(spec.get("seed", 0)),
             bits=spec.get("bits", 4),
             mtp=bool(spec.get("mtp", False)),
             skew=float(spec.get("skew", 1.0)),
         )
-        return Weights.from_tensors(self.config, made.tensors, self.dtype)
 
     def independent(self) -> Weights:
-        """The weights by a road that does not pass through MLX-LM, floats in float32, for the oracle.
+        """The same weights by a road that does not pass through MLX-LM's loader, floats in float32: the oracle's.
 
-        Packed codes of a model above 1 GiB are those of `weights`, since a second copy would not fit; a loader
-        cannot bend them without changing their shape. All other tensors are read again.
+        A checkpoint up to 1 GiB is read again by the engine's loader. Of a larger one in MLX's layout the packed
+        codes are shared, since a second copy would not fit (a loader cannot bend codes without changing their
+        shape); gains, scales and biases are read again.
         """
-        if self.checkpoint is None:
+        if self.path is None:
             return Weights.from_tensors(self.config, self.weights.tensors, mx.float32)
-        tensors = dict(self.checkpoint.weights.tensors)
-        if self.weights.nbytes > 2**30:
-            tensors |= {k: v for k, v in self.weights.tensors.items() if v.dtype == mx.uint32}
-        return Weights.from_tensors(self.config, tensors, mx.float32)
+        if self.weights.nbytes <= SMALL_BYTES or self.inventory is None or self.inventory.layout != "mlx":
+            return load(self.path, mx.float32, mtp=False).weights
+        codes = {name: value for name, value in self.weights.tensors.items() if value.dtype == mx.uint32}
+        return Weights.from_tensors(self.config, self._stored_floats() | codes, mx.float32)
+
+    def _stored_floats(self) -> dict[str, mx.array]:
+        assert self.inventory is not None and self.path is not None
+        opened: dict[str, Any] = {file: mx.load(str(self.path / file)) for file in self.inventory.files}
+        made = {}
+        for name in self.inventory.names("text"):
+            value = opened[self.inventory.tensors[name].file][name]
+            if value.dtype != mx.uint32:
+                made[name.removeprefix(PREFIX)] = value
+        return made
 
     def facts(self) -> dict[str, Any]:
-        """What rows say about the model: name, architecture hash, bytes, type of the floats, synthetic or not."""
+        """What rows say about the model: names, hashes, bytes, type of the floats, synthetic or not."""
         return {
             "name": self.spec.get("name"),
             "path": str(self.path) if self.path else None,
+            "repo": self.spec.get("repo"),
+            "revision": self.spec.get("revision"),
             "config_hash": self.config.hash(),
+            "weights_hash": self.inventory.weights_hash if self.inventory else f"seed {self.spec.get('seed', 0)}",
             "bytes": self.weights.nbytes,
-            "dtype": str(self.dtype).removeprefix("mlx.core."),
+            "dtype": str(self.weights.norm.dtype).removeprefix("mlx.core."),
             "synthetic": self.synthetic,
             "real_vocab": self.real_vocab,
-            "one_copy": True,
         }
 
     def close(self) -> None:
         """Forget every array that was loaded."""
-        for name in ("weights", "lm_model", "_loaded", "checkpoint"):
+        for name in ("weights", "lm_model", "_loaded"):
             self.__dict__.pop(name, None)
         mx.clear_cache()
 
