@@ -8,20 +8,16 @@ one prefill chunk; a frontier that does not fit is skipped by the plan with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine import memory as memory_of
 from engine.config import ModelConfig
-from sweeps.points import FRONTIERS
+from engine.memory import cache_bytes, packed_bytes, scratch_bytes, weight_bytes
 
 GB = 1_000_000_000
 GIB = 1 << 30
-
-ALLOCATOR_SLACK = 5.0
-"""Activation arrays of a chunk that are alive or kept for reuse at once. With it, and with attention scores where
-they are materialised, the forecast meets the peaks published for MLX-LM on this model from 8K to 130K within 1 GB."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -31,7 +27,8 @@ class Machine:
         name: chip, as people call it. kind: ``"metal"``, ``"cuda"`` or ``"cpu"``.
         memory_bytes: unified, GPU or system memory. working_set_bytes: what MLX may hold without paging.
         bandwidth: bytes a second that decode reaches on weights. flops: operations a second that prefill reaches.
-        launch_seconds: fixed cost of one decode step. slow_scan: whether MLX-LM's Gated DeltaNet runs a token at a time.
+        launch_seconds: fixed cost of one decode step.
+        slow_scan: whether MLX-LM's Gated DeltaNet runs a token at a time.
         fused_attention: whether prefill attention at head size 256 runs without materialising its scores.
     """
 
@@ -99,60 +96,40 @@ def this_machine(info: Mapping[str, Any] | None = None) -> Machine:
     """The machine that runs this process.
 
     Args:
-        info: keys ``kind``, ``name``, ``memory_bytes``, ``working_set_bytes`` (those of `engine.device.device_info`);
-            None asks the engine, which loads MLX.
+        info: what `engine.device.device_info` tells (``kind``, ``device_name``, ``memory_size``,
+            ``max_recommended_working_set_size``, sizes in bytes); None asks the engine, which loads MLX.
     """
     import psutil
 
-    total, cores = psutil.virtual_memory().total, psutil.cpu_count(logical=False) or 1
     if info is None:
         from engine.device import device_info
 
         info = device_info()
-    kind, name = str(info.get("kind", "cpu")), str(info.get("name") or info.get("chip") or "this machine")
-    memory = int(info.get("memory_bytes") or total)
+    kind, name = str(info.get("kind", "cpu")), str(info.get("device_name", "this machine"))
+    system = psutil.virtual_memory().total
+    memory = int(info.get("memory_size") or info.get("total_memory") or system)
     if kind == "metal":
-        return apple(name, memory / GIB, info.get("working_set_bytes"))
-    return cuda(name, memory) if kind == "cuda" else cpu(name, min(memory, total), cores)
+        working_set = info.get("max_recommended_working_set_size")
+        return apple(name, memory / GIB, int(working_set) if working_set else None)
+    if kind == "cuda":
+        return cuda(name, memory)
+    return cpu(name, min(memory, system), psutil.cpu_count(logical=False) or 1)
 
 
 # -- bytes and operations from the geometry ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of a model's weights: resident, read by one decoded token, and of the routed experts alone."""
-
-    total: int
-    per_token: int
-    experts: int
-
-
-def weight_sizes(config: ModelConfig, resident: int | None = None) -> Sizes:
-    """Bytes of 4-bit weights (routers 8-bit) with a scale and bias a group of 64.
+def token_bytes(config: ModelConfig, weights: int | None = None, itemsize: int = 2) -> int:
+    """Bytes of weights that one decoded token reads: all but the embedding and the experts it was not routed to.
 
     Args:
-        resident: bytes of the checkpoint where known (dense or mixed packing); scales all figures.
+        weights: bytes of the checkpoint where known (other packing than 4 bits); scales the result.
     """
-    packed4, packed8 = 0.5625, 1.0625
     c = config
-    hidden = c.hidden_size
-    vocabulary = c.vocab_size * hidden
-    gated = hidden * (c.conv_dim + 2 * c.value_dim + 2 * c.linear_num_value_heads)
-    heads = c.num_attention_heads * c.head_dim
-    attention = hidden * (3 * heads + 2 * c.num_key_value_heads * c.head_dim)
-    mixers = len(c.linear_layers) * gated + len(c.attention_layers) * attention
-    layers = c.num_hidden_layers
-    gates = layers * hidden * (c.num_experts + 1)
-    shared = layers * 3 * hidden * c.shared_expert_intermediate_size
-    one_expert = 3 * hidden * c.moe_intermediate_size * packed4
-    small = len(c.linear_layers) * c.conv_dim * c.linear_conv_kernel_dim * 2 + (2 * layers + 1) * hidden * 2
-    experts = layers * c.num_experts * one_expert
-    always = (mixers + shared + vocabulary) * packed4 + gates * packed8 + small
-    total = always + vocabulary * packed4 + experts
-    scale = resident / total if resident else 1.0
-    per_token = always + layers * c.num_experts_per_tok * one_expert
-    return Sizes(int(total * scale), int(per_token * scale), int(experts * scale))
+    unused = c.num_hidden_layers * (c.num_experts - c.num_experts_per_tok) * 3 * c.hidden_size * c.moe_intermediate_size
+    total = weight_bytes(c, itemsize=itemsize)
+    read = total - packed_bytes(unused + c.vocab_size * c.hidden_size, 4, itemsize)
+    return int(read * (weights / total if weights else 1.0))
 
 
 def active_flops(config: ModelConfig) -> float:
@@ -178,28 +155,22 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     return tokens * (active_flops(config) + scores * tokens)
 
 
-def decode_bytes(config: ModelConfig, sizes: Sizes, position: int, itemsize: int) -> float:
-    """Bytes one decode step reads and writes at `position`: weights, state twice, keys and values."""
-    cache = config.cache_bytes_per_token(itemsize) * position
-    return sizes.per_token + 2 * config.state_bytes(itemsize) + cache
-
-
 # -- memory ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at one frontier: `weights` once, `caches` of all live arms, `transient` of one chunk; `limit` to fit in."""
+    """Bytes at one frontier: `weights` once, `caches` of all live arms, `scratch` of one chunk; `limit` to fit in."""
 
     weights: int
     caches: int
-    transient: int
+    scratch: int
     limit: int
 
     @property
     def total(self) -> int:
         """All three together."""
-        return self.weights + self.caches + self.transient
+        return self.weights + self.caches + self.scratch
 
     @property
     def fits(self) -> bool:
@@ -217,33 +188,27 @@ def memory(
         weights: bytes of the checkpoint where known; None computes them from the geometry.
     """
     size = machine.itemsize
-    caches = arms * (config.cache_bytes_per_token(size) * frontier + config.state_bytes(size))
-    rows = min(chunk, frontier)
-    routed = config.num_experts_per_tok * (3 * config.moe_intermediate_size + 2 * config.hidden_size)
-    wide = max(routed + 4 * config.conv_dim, 4 * config.hidden_size)
-    transient = int(ALLOCATOR_SLACK * rows * wide * size)
-    if not machine.fused_attention:
-        transient += config.num_attention_heads * rows * frontier * size
-    transient += config.vocab_size * 4 * 2
-    total = weight_sizes(config, weights).total
-    return Memory(total, caches, transient, machine.working_set_bytes)
+    return Memory(
+        weights or weight_bytes(config, itemsize=size),
+        arms * cache_bytes(config, frontier, size),
+        scratch_bytes(config, frontier, chunk, size, machine.fused_attention),
+        machine.working_set_bytes,
+    )
 
 
 def largest_frontier(
-    config: ModelConfig,
-    machine: Machine,
-    arms: int,
-    chunk: int = 2048,
-    weights: int | None = None,
-    frontiers: Sequence[int] = FRONTIERS,
-) -> int | None:
-    """The largest of `frontiers` that fits with `arms` live arms, or None if not even the smallest does."""
-    fitting = [
-        f
-        for f in frontiers
-        if f <= config.max_position_embeddings and memory(config, machine, f, arms, chunk, weights).fits
-    ]
-    return max(fitting, default=None)
+    config: ModelConfig, machine: Machine, arms: int, chunk: int = 2048, weights: int | None = None
+) -> int:
+    """The largest context, a power of two from 256 up, that fits with `arms` live arms; 0 if none does."""
+    return memory_of.largest_frontier(
+        config,
+        machine.working_set_bytes,
+        arms=arms,
+        chunk=chunk,
+        itemsize=machine.itemsize,
+        weights=weights,
+        fused_attention=machine.fused_attention,
+    )
 
 
 # -- time --------------------------------------------------------------------------------------------
@@ -283,9 +248,9 @@ class Forecast:
     probe: Probe | None = None
 
     @property
-    def sizes(self) -> Sizes:
-        """Bytes of the weights."""
-        return weight_sizes(self.config, self.weights)
+    def weights_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.weights or weight_bytes(self.config, itemsize=self.machine.itemsize)
 
     def prefill(self, arm: str, tokens: int, subject: str = "engine", chunk: int = 2048) -> float:
         """Seconds of one prefill of `tokens` into an empty cache."""
@@ -293,7 +258,7 @@ class Forecast:
         if measured:
             return _scaled(measured, tokens, self.config)
         chunks = math.ceil(tokens / chunk)
-        weights = self.sizes.total * chunks / self.machine.bandwidth
+        weights = self.weights_bytes * chunks / self.machine.bandwidth
         seconds = prefill_flops(self.config, tokens) / self.machine.flops + weights + 0.01 * chunks
         if subject == "mlx_lm" and self.machine.slow_scan:
             # Without a fused Gated DeltaNet the scan is a loop over tokens in Python: about 60 us a layer and token.
@@ -305,14 +270,17 @@ class Forecast:
         measured = self.probe.decode.get(arm) if self.probe else None
         if measured:
             return tokens * _interpolated(measured, position)
-        moved = decode_bytes(self.config, self.sizes, position, self.machine.itemsize)
+        size = self.machine.itemsize
+        # The recurrent state is read and written; keys and values are read.
+        moved = token_bytes(self.config, self.weights, size) + 2 * self.config.state_bytes(size)
+        moved += self.config.cache_bytes_per_token(size) * position
         return tokens * (moved / self.machine.bandwidth + self.machine.launch_seconds)
 
     def start(self) -> float:
         """Seconds from spawning a worker process to its weights being ready and warm caches made."""
         if self.probe and self.probe.start_seconds is not None:
             return self.probe.start_seconds
-        return 4.0 + self.sizes.total / (2 * GB)
+        return 4.0 + self.weights_bytes / (2 * GB)
 
 
 def _scaled(measured: list[tuple[int, float]], tokens: int, config: ModelConfig) -> float:

@@ -1,0 +1,179 @@
+"""The sweep: from a command line to a report. `python -m sweeps [COMMAND] [key=value …]`
+
+    python -m sweeps                                       the embedded toy model, two minutes
+    python -m sweeps model=qwen3.6-35b sweep=ten           the run that people come for
+    python -m sweeps ablation=packed_dequant               one question
+    python -m sweeps -m ablation=packed_dequant,gdn_scan   several, one after another
+    python -m sweeps … dry_run=true                        the plan, minutes and memory; measures nothing
+    python -m sweeps calibrate                             how large a difference this machine makes up by itself
+    python -m sweeps pack RUN [FILE]                       a run folder as one file
+    python -m sweeps unpack FILE [FOLDER]                  and back, under reports/runs
+
+Settings and groups are those of configs/. Progress goes to stderr, the report's path is the last line on stdout.
+Exit codes: 0 done, 1 a point failed, 2 something on the command line or on this machine must be changed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from sweeps import archive, compose, environment, forecast, models, plan, preview
+from sweeps.compose import CommandLine, Request, UsageError
+
+FREE_BYTES = 200_000_000
+"""Space a run folder may need: rows, series, figures."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code. Errors become one line on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return command(words)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if environment.debug():
+            raise
+        # Deliberate refusals are ValueErrors with a message made for people; anything else is a fault of ours.
+        refused = isinstance(error, ValueError)
+        text = " ".join(str(error).split()) or type(error).__name__
+        hint = "" if refused else f" ({type(error).__name__}; LILYBENCH_DEBUG=1 shows where)"
+        print(f"error: {text}{hint}", file=sys.stderr)
+        return 2 if refused else 1
+
+
+def command(words: Sequence[str]) -> int:
+    """What main does, errors not yet turned into lines."""
+    if set(words) & {"-h", "--help"}:
+        print(__doc__)
+        return 0
+    line = compose.parse(words)
+    if line.command == "pack":
+        return _pack(line)
+    if line.command == "unpack":
+        return _unpack(line)
+    if line.command == "tune":
+        raise UsageError("tune: this build has no kernels with tiles to choose from yet; nothing to tune")
+    if line.command == "calibrate":
+        line = CommandLine("run", ("sweep=calibrate", *line.overrides), line.multirun)
+    if line.launcher:
+        return _launch(line)
+    return sweep(compose.jobs(line))
+
+
+def sweep(jobs: Sequence[Sequence[str]]) -> int:
+    """Check every job, then show or run them in order; the worst exit code wins."""
+    requests = [compose.request(job) for job in jobs]
+    machine = forecast.this_machine()
+    planned = [(request, models.find(request)) for request in requests]
+    plans = [plan.make(request, model, machine) for request, model in planned]
+    codes = []
+    for (request, model), first in zip(planned, plans):
+        if request.dry_run != "false":
+            preview.show(_probed(request, model, first), form=request.dry_run)
+            codes.append(0)
+        else:
+            codes.append(run(request, model, first))
+    failed = [i for i, code in enumerate(codes) if code]
+    if failed and len(codes) > 1:
+        for i in failed:
+            print(f"job {i + 1} of {len(codes)} ended with code {codes[i]}: {' '.join(jobs[i])}", file=sys.stderr)
+    return max(codes)
+
+
+def run(request: Request, model: models.Model, first: plan.Plan) -> int:
+    """Measure one job and build its report; returns the exit code."""
+    from sweeps import run as runner
+
+    if model.missing:
+        raise UsageError(model.missing)
+    _check_disk(Path(first.job.run_dir))
+    environment.refuse_weak_power(request.sweep, request.allow, environment.conditions())
+    interrupted = plan.interrupted(first.job)
+    job = interrupted or _probed(request, model, first).job
+    if interrupted:
+        print(f"going on with the interrupted run {job.run_dir}", file=sys.stderr)
+    code = runner.run(job)
+    if model.toy:
+        print(f"this was a toy model; the real one:  {models.REAL_COMMAND}", file=sys.stderr)
+    return code
+
+
+def _probed(request: Request, model: models.Model, first: plan.Plan) -> plan.Plan:
+    """The plan again, with times measured on this machine, where that is wanted and possible."""
+    wanted = request.probe == "true" or (request.probe == "auto" and (model.toy or request.dry_run == "false"))
+    if model.missing or not wanted:
+        return first
+    from sweeps import probe
+
+    with tempfile.TemporaryDirectory(prefix="lilybench-") as folder:
+        measured = probe.take(first.job, Path(folder))
+    return plan.make(request, model, first.machine, measured) if measured else first
+
+
+def _check_disk(run_dir: Path) -> None:
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not existing.is_dir():
+        raise UsageError(f"run_dir={run_dir}: {existing} is a file, not a folder: give another path")
+    free = shutil.disk_usage(existing).free
+    if free < FREE_BYTES:
+        raise UsageError(
+            f"only {free / 1e6:.0f} MB are free in {existing}, a run may need {FREE_BYTES / 1e6:.0f} MB: "
+            "free some or give run_dir= on another disk"
+        )
+
+
+def _pack(line: CommandLine) -> int:
+    if not 1 <= len(line.arguments) <= 2:
+        raise UsageError("pack takes a run folder and, if you like, a file: python -m sweeps pack RUN [FILE]")
+    run_dir, *file = (compose.resolve(word, Path.cwd()) for word in line.arguments)
+    print(archive.pack(run_dir, file[0] if file else None))
+    return 0
+
+
+def _unpack(line: CommandLine) -> int:
+    if not 1 <= len(line.arguments) <= 2:
+        raise UsageError("unpack takes a file and, if you like, a folder: python -m sweeps unpack FILE [FOLDER]")
+    file, *into = (compose.resolve(word, Path.cwd()) for word in line.arguments)
+    print(archive.unpack(file, into[0] if into else Path.cwd() / "reports" / "runs"))
+    return 0
+
+
+def _launch(line: CommandLine) -> int:
+    """Hand checked jobs to the Hydra launcher that was named; each runs this module's `main` where it lands."""
+    import hydra
+
+    jobs = compose.jobs(line)
+    for job in jobs:
+        compose.request(job)
+
+    @hydra.main(version_base=None, config_path=str(compose.config_dir()), config_name="config")
+    def task(config) -> None:
+        if main(json.loads(config.words)):
+            raise RuntimeError(f"this job failed: {config.words}")
+
+    words = ",".join(compose.quote(json.dumps(job)) for job in jobs)
+    compose.register()
+    with _argv([sys.argv[0], "-m", *line.launcher, f"+words={words}"]):
+        task()
+    return 0
+
+
+@contextlib.contextmanager
+def _argv(words: list[str]):
+    held, sys.argv = sys.argv, words
+    try:
+        yield
+    finally:
+        sys.argv = held
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,485 @@
+"""From the words of a command line to a checked request, or one clear line that says what is wrong.
+
+Hydra composes the groups of `configs/`, but only after this module has checked every word itself, because plain
+Hydra quotes by rules of its own, answers over several lines and lets wrong values pass. What that gives:
+
+- values need no quoting beyond the shell's: ``model=org/name@rev``, ``model=./a,b``, ``run_dir=/tmp/my=run`` are taken
+  as they stand. One pair of quotes inside the value is taken off: ``model="'a,b'"`` is the folder ``a,b``.
+- a comma separates jobs, and only with ``-m``; an existing path that contains one stays a path.
+- relative paths start at the folder the command was started from; the working directory never changes.
+
+``-m`` is expanded here, not by Hydra's own sweeper: every job is checked before the first one starts, each has a run
+folder of its own, and one that fails does not hide the others. Where a launcher is named (``hydra/launcher=…``, to
+spread jobs over machines) the checked command is handed to Hydra's main instead, quoted for its grammar.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import sweeps
+from ablations.arms import PRESETS, preset
+from engine.config import EngineConfig
+from sweeps import toggles
+from sweeps.points import FRONTIERS
+
+GROUPS = ("engine", "subject", "model", "sweep", "ablation")
+"""Configuration groups: ``GROUP=NAME`` picks a file of ``configs/GROUP``."""
+
+COMMANDS = ("run", "tune", "calibrate", "pack", "unpack")
+"""Words that may stand before the overrides; no word means ``run``."""
+
+_FREE_TEXT = frozenset({"model.reference", "run_dir", "subject.binary", "subject.gguf"})
+_PHASES = ("prefill", "decode")
+_CHOICES = {
+    "arms": ("parallel", "serial"),
+    "check": ("none", "baseline"),
+    "allow": ("none", "battery"),
+    "suite": ("none", "published"),
+    "dry_run": ("true", "false", "json"),
+    "fetch": ("true", "false"),
+    "wait": ("true", "false"),
+    "probe": ("auto", "true", "false"),
+    "decode.logprobs": ("true", "false"),
+}
+
+
+class UsageError(ValueError):
+    """Something on the command line is wrong; the message is one line that names the thing and the fix."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Words of a command.
+
+    command: a word of `COMMANDS`. overrides: ``key=value``. multirun: whether ``-m`` was given. arguments: of ``pack``
+    and ``unpack``. launcher: what goes to Hydra's launcher untouched.
+    """
+
+    command: str
+    overrides: tuple[str, ...]
+    multirun: bool = False
+    arguments: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A composed and checked configuration: plain values, ready to be planned.
+
+    Attributes:
+        engine_name, engine: preset and its nested values with every ``engine.*`` override, toggles not yet applied.
+        engine_fields: dotted engine fields set by hand. toggles: toggles set by hand.
+        model: the model group as composed; ``reference`` of kind ``custom`` is what followed ``model=``.
+        frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
+        budget_seconds, cap_seconds: limits of the whole run and of one prefill.
+        config: everything composed, for the record.
+    """
+
+    engine_name: str
+    engine: dict[str, Any]
+    engine_fields: dict[str, Any]
+    toggles: dict[str, Any]
+    subject: dict[str, Any]
+    model: dict[str, Any]
+    sweep: str
+    ablation: dict[str, Any]
+    frontiers: tuple[int, ...]
+    asked_frontiers: bool
+    phases: tuple[str, ...]
+    budget_seconds: float
+    cap_seconds: float
+    sessions: int
+    blocks: int
+    arms: str
+    prompt: str
+    logprobs: bool
+    seed: int
+    dry_run: str
+    fetch: bool
+    wait: bool
+    probe: str
+    check: str
+    allow: str
+    run_dir: Path | None
+    launch: Path
+    overrides: tuple[str, ...]
+    config: dict[str, Any]
+
+
+def config_dir() -> Path:
+    """The folder of configuration groups, beside the package both in a checkout and in an installed wheel."""
+    found = Path(sweeps.__file__).resolve().parent.parent / "configs"
+    if not (found / "config.yaml").is_file():
+        raise UsageError(f"the folder {found} with config.yaml is missing: install lilybench again")
+    return found
+
+
+def options(group: str) -> list[str]:
+    """Names that ``group=`` takes, sorted."""
+    return sorted(p.stem for p in (config_dir() / group).glob("*.yaml") if p.stem != "custom")
+
+
+# -- words -------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> CommandLine:
+    """Sort the words of a command line.
+
+    Raises:
+        UsageError: an unknown command, option, or a word that is no ``key=value``.
+    """
+    words = list(argv)
+    command = "run"
+    if words and re.fullmatch(r"[a-z]+", words[0]):
+        command = words.pop(0)
+        if command not in COMMANDS:
+            raise UsageError(f"unknown command {command!r}{_near(command, COMMANDS)}; commands: {', '.join(COMMANDS)}")
+    if command in ("pack", "unpack"):
+        return CommandLine(command, (), arguments=tuple(words))
+    multirun = False
+    overrides, launcher = [], []
+    for word in words:
+        if word in ("-m", "--multirun"):
+            multirun = True
+        elif word.startswith("-"):
+            raise UsageError(f"unknown option {word!r}: settings are written key=value; options are -m and --help")
+        elif "=" not in word or word.startswith("="):
+            known = _near(word, [*COMMANDS, *_CHOICES, *GROUPS])
+            raise UsageError(f"{word!r} is no setting{known}: settings are written key=value, as in sweep=ten")
+        elif word.startswith(("hydra/launcher=", "hydra.launcher.")):
+            launcher.append(word)
+        else:
+            overrides.append(word)
+    if launcher and not multirun:
+        raise UsageError(f"{launcher[0]} spreads several jobs: add -m")
+    return CommandLine(command, tuple(overrides), multirun, launcher=tuple(launcher))
+
+
+def jobs(line: CommandLine, launch: Path | None = None) -> list[tuple[str, ...]]:
+    """The overrides of every job a command asks for: one, or with ``-m`` or ``suite=`` the product of its lists.
+
+    Raises:
+        UsageError: a comma outside brackets without ``-m``.
+    """
+    launch = launch or Path.cwd()
+    choices: list[list[str]] = []
+    for word in line.overrides:
+        key, value = word.split("=", 1)
+        if key == "suite":
+            _choice(key, value)
+            if value == "published":
+                choices.append([f"ablation={name}" for name in published()])
+            continue
+        parts = [value] if _is_path(value, launch) else _split(value)
+        if len(parts) > 1 and not line.multirun:
+            raise UsageError(_comma(key, value, parts))
+        if any(not part for part in parts) and len(parts) > 1:
+            raise UsageError(f"{word!r} has an empty entry between commas: remove the extra comma")
+        choices.append([f"{key}={part}" for part in parts])
+    return [tuple(combination) for combination in itertools.product(*choices)]
+
+
+def published() -> list[str]:
+    """Ablations that test a published claim."""
+    found = []
+    for name in options("ablation"):
+        if OmegaConf.load(config_dir() / "ablation" / f"{name}.yaml").get("published"):
+            found.append(name)
+    return found
+
+
+def _split(value: str) -> list[str]:
+    """Parts between the commas that stand outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for i, char in enumerate(value):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"" and (i == start or depth):
+            quote = char
+        elif char in "[{(":
+            depth += 1
+        elif char in "]})":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(value[start:i])
+            start = i + 1
+    return [*parts, value[start:]]
+
+
+def _comma(key: str, value: str, parts: list[str]) -> str:
+    if key in ("frontiers", "phases"):
+        return f"{key}={value} holds a comma: write a list in brackets, {key}=[{value}]"
+    quoted = f"""{key}="'{value}'\""""
+    return f"{key}={value} holds a comma: add -m to run {len(parts)} jobs one after another, or quote it as {quoted}"
+
+
+def _is_path(value: str, launch: Path) -> bool:
+    try:
+        return "," in value and (launch / Path(unquote(value)).expanduser()).exists()
+    except OSError:
+        return False
+
+
+def unquote(value: str) -> str:
+    """`value` without one pair of quotes around it."""
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]
+    return value
+
+
+def quote(value: str) -> str:
+    """`value` as a quoted string of Hydra's override grammar, whatever characters it holds."""
+    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + r"\'", value)
+    trailing = re.search(r"\\*$", escaped)
+    return "'" + escaped + (trailing[0] if trailing else "") + "'"
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f", did you mean {found[0]!r}?" if found else ""
+
+
+# -- composing ---------------------------------------------------------------------------------------
+
+
+def request(overrides: Sequence[str], launch: Path | None = None) -> Request:
+    """Compose and check one job.
+
+    Args:
+        overrides: ``key=value`` words of one job, as typed.
+        launch: folder that relative paths start from; None is the current one.
+
+    Raises:
+        UsageError: names the first thing that is wrong and how to write it.
+    """
+    launch = (launch or Path.cwd()).resolve()
+    quoted = checked(overrides)
+    values = _compose(quoted)
+    return _request(values, overrides, launch)
+
+
+def checked(overrides: Sequence[str]) -> list[str]:
+    """Overrides in Hydra's grammar, every key and choice checked and every value quoted as needed."""
+    known = known_keys()
+    seen: dict[str, str] = {}
+    made = []
+    for word in overrides:
+        key, value = word.split("=", 1)
+        value = value.strip()
+        if key in seen and seen[key] != value:
+            raise UsageError(f"{key} is set twice, to {seen[key]} and to {value}: keep one")
+        seen[key] = value
+        if "${" in value:
+            raise UsageError(f"{key}={value}: references such as ${{…}} are not taken on the command line")
+        made.extend(_checked(key, value, known))
+    return made
+
+
+def _checked(key: str, value: str, known: Sequence[str]) -> list[str]:
+    if key == "model":
+        return _model(unquote(value))
+    if key in GROUPS:
+        name = unquote(value)
+        if name not in options(key):
+            raise UsageError(f"{key}={name} is unknown{_near(name, options(key))}; known: {', '.join(options(key))}")
+        return [f"{key}={name}"]
+    if key.startswith("toggle."):
+        name = key.removeprefix("toggle.")
+        return [f"++toggle.{name}={quote(toggles.check(name, unquote(value)))}"]
+    if key not in known:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        fix = f"did you mean {near[0]}?" if near else "see configs/config.yaml for the keys there are"
+        raise UsageError(f"unknown setting {key}: {fix}")
+    if key in _CHOICES:
+        return [f"{key}={_choice(key, unquote(value).lower())}"]
+    if key in _FREE_TEXT:
+        return [f"{key}={quote(unquote(value))}"]
+    plain = re.fullmatch(r"[A-Za-z0-9_./:+-]+|\[[^'\"]*\]", value)
+    return [f"{key}={value if plain else quote(unquote(value))}"]
+
+
+def _choice(key: str, value: str) -> str:
+    allowed = _CHOICES[key]
+    if value not in allowed:
+        raise UsageError(f"{key}={value} is unknown{_near(value, allowed)}; it takes {', '.join(allowed)}")
+    return value
+
+
+def _model(value: str) -> list[str]:
+    if not value:
+        raise UsageError(f"model= is empty: give a name ({', '.join(options('model'))}), a folder or ORG/NAME@REVISION")
+    if value in options("model"):
+        return [f"model={value}"]
+    return ["model=custom", f"model.reference={quote(value)}"]
+
+
+def known_keys() -> list[str]:
+    """Every key that may be set by hand, dotted: groups, fields of the engine, toggles, and the plain settings."""
+    values = _compose([])
+    values.pop("toggle")
+    own = {"model.reference", "subject.binary", "subject.gguf", "model.seed", "model.skew", *GROUPS}
+    plain = {k: v for k, v in values.items() if k not in GROUPS}
+    engine = {"engine": EngineConfig().to_dict()}
+    return sorted({*own, *_flat(plain), *_flat(engine), *(f"toggle.{name}" for name in toggles.names())})
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in values.items():
+        keys += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+    return keys
+
+
+def _compose(overrides: Sequence[str]) -> dict[str, Any]:
+    register()
+    # A caller that is itself a Hydra job (a launcher's worker) has initialised Hydra already.
+    held = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(config_dir()), version_base=None):
+            composed = compose("config", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(f"the settings do not compose: {first}") from error
+    finally:
+        GlobalHydra.instance().hydra = held
+    values = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def register() -> None:
+    """Offer the presets of `ablations.arms` to Hydra, so that no YAML file repeats them."""
+    for name in PRESETS:
+        ConfigStore.instance().store(group="engine", name=f"preset_{name}", node=preset(name).to_dict())
+
+
+# -- checking values ---------------------------------------------------------------------------------
+
+
+def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> Request:
+    words = dict(word.split("=", 1) for word in overrides)
+    sweep, ablation = values["sweep"], values["ablation"]
+    engine = EngineConfig.from_dict(values["engine"]).to_dict()
+    fields = [key.removeprefix("engine.") for key in words if key.startswith("engine.")]
+    # Long frontiers of a claim do not fit the two minutes of a smoke run, which only shows that the arms work.
+    own = ablation["frontiers"] if sweep["name"] != "smoke" else None
+    frontiers = _first(values["frontiers"], own or sweep["frontiers"])
+    phases = values["phases"]
+    if ablation["varies"] and "phases" not in words:
+        phases = list(toggles.phases(ablation["varies"]))
+    run_dir = values["run_dir"]
+    return Request(
+        engine_name=unquote(words.get("engine", "full")),
+        engine=engine,
+        engine_fields={name: _lookup(engine, name) for name in fields},
+        toggles={str(k): v for k, v in values["toggle"].items()},
+        subject=values["subject"],
+        model=values["model"],
+        sweep=sweep["name"],
+        ablation=ablation,
+        frontiers=_frontiers(frontiers),
+        asked_frontiers=values["frontiers"] is not None,
+        phases=_phases(phases),
+        budget_seconds=seconds("budget", _first(values["budget"], sweep["budget"])),
+        cap_seconds=seconds("cap", _first(values["cap"], sweep["cap"])),
+        sessions=_count("sessions", _first(values["sessions"], sweep["sessions"])),
+        blocks=_count("blocks", _first(values["blocks"], sweep["blocks"])),
+        arms=values["arms"],
+        prompt=_prompt(values["prompt"]),
+        logprobs=bool(values["decode"]["logprobs"]),
+        seed=_count("seed", values["seed"], least=0),
+        dry_run=str(values["dry_run"]).lower(),
+        fetch=bool(values["fetch"]),
+        wait=bool(values["wait"]),
+        probe=str(values["probe"]).lower(),
+        check=values["check"],
+        allow=values["allow"],
+        run_dir=None if run_dir is None else resolve(str(run_dir), launch),
+        launch=launch,
+        overrides=tuple(overrides),
+        config=values,
+    )
+
+
+def resolve(path: str, launch: Path) -> Path:
+    """An absolute path; relative ones start at the launch folder, ``~`` is the home folder."""
+    return Path(os.path.normpath(launch / Path(path).expanduser()))
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _lookup(values: dict[str, Any], dotted: str) -> Any:
+    for part in dotted.split("."):
+        values = values[part]
+    return values
+
+
+def seconds(key: str, value: Any) -> float:
+    """A time such as ``90s``, ``10m``, ``2h`` or a plain number of seconds.
+
+    Raises:
+        UsageError: anything else, or nothing to spend.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", str(value).strip())
+    made = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
+    if made <= 0:
+        raise UsageError(f"{key}={value} is no time: write 90s, 10m or 2h")
+    return made
+
+
+def _count(key: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{key}={value} is no count: write a whole number from {least} up")
+    return value
+
+
+def _frontiers(value: Any) -> tuple[int, ...]:
+    entries = value if isinstance(value, list) else [value]
+    made = set()
+    for entry in entries:
+        found = re.fullmatch(r"(\d+)([kK]?)", str(entry).strip())
+        tokens = int(found[1]) * (1024 if found[2] else 1) if found else 0
+        if tokens < 2:
+            example = ",".join(map(str, FRONTIERS[:2]))
+            raise UsageError(f"frontiers: {entry!r} is no context length: write tokens, as in [{example}] or [4K,128K]")
+        made.add(tokens)
+    if not made:
+        raise UsageError("frontiers=[] is empty: name at least one context length, as in frontiers=[256]")
+    return tuple(sorted(made))
+
+
+def _phases(value: Any) -> tuple[str, ...]:
+    entries = [str(v) for v in (value if isinstance(value, list) else [value])]
+    for entry in entries:
+        if entry not in _PHASES:
+            raise UsageError(f"phases: {entry!r} is unknown{_near(entry, _PHASES)}; it takes [prefill,decode]")
+    if not entries:
+        raise UsageError("phases=[] is empty: it takes prefill, decode or both")
+    return tuple(p for p in _PHASES if p in entries)
+
+
+def _prompt(value: Any) -> str:
+    from sweeps.prompts import KINDS
+
+    name = str(value)
+    if name not in KINDS:
+        raise UsageError(f"prompt={name} is unknown{_near(name, KINDS)}; it takes {', '.join(KINDS)}")
+    return name

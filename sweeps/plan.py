@@ -1,0 +1,520 @@
+"""From a checked request to the job that is run: arms, contrasts, points and their replicates, and what is left out.
+
+The plan is made in the parent process and touches no weights. Whatever is known beforehand to be impossible is in
+it with its reason; whatever does not fit the budget is dropped here, from the long end first, and said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ablations.arms import preset
+from engine.config import EngineConfig
+from sweeps import toggles
+from sweeps.compose import Request, UsageError, published
+from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
+from sweeps.models import REAL_COMMAND, Model
+from sweeps.points import Arm, Contrast, Job, Point
+from sweeps.schedule import cells
+from sweeps.store import Store
+
+STRAIGHT_CHUNKS = 4
+"""Up to this many chunks a frontier is a fresh prompt for every trial; above, one walk covers them all."""
+
+CPU_DECODE_TOKENS = 8
+DECODE_TOKENS = 64
+CPU_DECODE_BLOCKS = 60
+"""Decode windows of one session on a CPU: many short ones, because single windows there scatter by several percent."""
+
+PREFILL_REPLICATES = ((8192, 5), (32_768, 2))
+"""(largest frontier, prefill blocks a session); above the last, one."""
+
+_RUNGS = {True: (60, 40, 28, 20, 14, 10, 6, 4, 2), False: (10, 8, 5, 3, 2, 1)}
+"""Block counts a point steps down on when the budget is short: many short windows, or few long ones."""
+
+WARM_ROUNDS = 2.5
+"""Rounds until two agree, on average; see `sweeps.session`."""
+
+BLOCK_SECONDS = 0.15
+"""Sentinel, collection of garbage and rows on disk, once a block."""
+
+POINT_SECONDS = 0.5
+"""Record of the machine's condition before and after a point."""
+
+
+class PlanError(UsageError):
+    """The request is well formed, but no plan can answer it; the message is one line with the fix."""
+
+
+@dataclass
+class Row:
+    """One frontier in the dry run: seconds by phase over all sessions, memory, and what is skipped there."""
+
+    frontier: int
+    walk: bool
+    seconds: dict[str, float]
+    memory: Memory
+    blocks: dict[str, int]
+    skip: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """A job with what was decided on the way.
+
+    Attributes:
+        rows: one per frontier, rising. seconds: forecast of the whole run. dropped: replicates given up for the budget.
+        notes: decisions worth reading (serial arms, a walk, a forecast without probe).
+        expanded: arm name to the engine fields its toggles set.
+    """
+
+    job: Job
+    rows: list[Row]
+    seconds: float
+    machine: Machine
+    model: Model
+    probed: bool
+    dropped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    expanded: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def make(request: Request, model: Model, machine: Machine, probe: Probe | None = None) -> Plan:
+    """Plan one job.
+
+    Args:
+        machine: the machine that will run it. probe: timings of the same arms there, if any.
+
+    Raises:
+        PlanError: contradicting toggles, a contrast about more than one thing, a frontier asked for by hand that the
+            model or the machine cannot reach, or a budget that not even one block fits in.
+    """
+    arms, contrasts = _arms(request)
+    chunk = max((arm.config["prefill"]["chunk"] for arm in arms if arm.config), default=2048)
+    forecast = Forecast(model.config, machine, model.weights_bytes, probe)
+    plan = _Planner(request, model, arms, chunk, forecast)
+    points = plan.points()
+    dropped = plan.fit(points)
+    identity = {"request": _identity(request), "model": model.fingerprint(), "arms": [arm.hash for arm in arms]}
+    config_hash = _digest(identity)
+    run_dir, run_id = _run_folder(request, model, config_hash)
+    job = Job(
+        run_dir=str(run_dir),
+        run_id=run_id,
+        model=model.to_dict(),
+        prompt={"kind": request.prompt, "seed": request.seed},
+        arms=arms,
+        contrasts=contrasts,
+        points=points,
+        sessions=request.sessions,
+        seed=request.seed,
+        budget_seconds=request.budget_seconds,
+        cap_seconds=request.cap_seconds,
+        settings=_settings(request, model, plan, dropped),
+        argv=["python", "-m", "sweeps", *request.overrides],
+        config=request.config,
+        config_hash=config_hash,
+    )
+    notes = [*plan.notes, *([] if probe else ["times come from the geometry; they sharpen once the model is here"])]
+    expanded = {arm.name: toggles.fields_of(arm.toggles) for arm in arms if arm.toggles and not arm.aa}
+    rows = plan.rows(points)
+    return Plan(job, rows, plan.total(points), machine, model, probe is not None, dropped, notes, expanded)
+
+
+# -- arms and contrasts ------------------------------------------------------------------------------
+
+
+def _arms(request: Request) -> tuple[list[Arm], list[Contrast]]:
+    """Arms in order: reference, others, baseline, A/A. Every engine arm is a checked EngineConfig."""
+    if request.sweep == "calibrate":
+        return _calibration(request)
+    engine_arms = _family(request) or [_engine_arm(request)]
+    reference = engine_arms[0]
+    contrasts = [Contrast(f"{arm.name} vs {reference.name}", arm.name, reference.name) for arm in engine_arms[1:]]
+    arms = list(engine_arms)
+    baseline = _baseline(request)
+    if baseline:
+        arms.append(baseline)
+    if baseline and baseline.subject == "mlx_lm":
+        contrasts += [Contrast(f"{arm.name} vs {baseline.name}", arm.name, baseline.name) for arm in engine_arms]
+    arms.append(_again(reference))
+    contrasts.append(Contrast("A/A", arms[-1].name, reference.name))
+    return arms, contrasts
+
+
+def _calibration(request: Request) -> tuple[list[Arm], list[Contrast]]:
+    arm = _engine_arm(request)
+    arms = [arm, _again(arm), _again(arm, 2)]
+    return arms, [Contrast(f"A/A {i}", other.name, arm.name) for i, other in enumerate(arms[1:], 1)]
+
+
+def _again(arm: Arm, number: int = 1) -> Arm:
+    """The same arm once more: what separates the two is noise."""
+    suffix = "again" if number == 1 else f"again{number}"
+    return dataclasses.replace(arm, name=f"{arm.name}.{suffix}", aa=True)
+
+
+def _engine_arm(request: Request) -> Arm:
+    name = request.engine_name
+    if request.toggles:
+        name += "," + ",".join(f"{key}={value}" for key, value in sorted(request.toggles.items()))
+    config = toggles.apply(request.engine, request.toggles, request.engine_fields)
+    return _arm(request, name, config, request.toggles)
+
+
+def _family(request: Request) -> list[Arm]:
+    """The engine arms of an ablation, reference first; empty without one."""
+    ablation, fields = request.ablation, request.engine_fields
+    together = {str(key): str(value) for key, value in ablation["together"].items()}
+    given = {**together, **request.toggles}
+    if ablation["presets"]:
+        bases = {name: preset(name).to_dict() for name in ablation["presets"]}
+        return [_arm(request, name, toggles.apply(base, given, fields), given) for name, base in bases.items()]
+    varies = ablation["varies"]
+    if not varies:
+        return []
+    if varies in request.toggles:
+        raise PlanError(f"toggle.{varies}= is what ablation={ablation['name']} varies: leave one of them out")
+    values = [toggles.check(varies, str(value)) for value in ablation["values"]]
+    configs = toggles.family(varies, values, request.engine, given, fields)
+    return [
+        _arm(request, f"{varies}={value}", config, {**given, varies: value})
+        for value, config in zip(values, configs)
+    ]
+
+
+def _arm(request: Request, name: str, config: EngineConfig, chosen: dict[str, Any]) -> Arm:
+    if request.logprobs:
+        config.decode.logprobs = True
+    return Arm(name, "engine", config.to_dict(), dict(chosen), hash=config.hash())
+
+
+def _baseline(request: Request) -> Arm | None:
+    subject = dict(request.subject)
+    name = subject.pop("name")
+    if name == "none":
+        return None
+    options = {key: value for key, value in subject.items() if value is not None}
+    if name == "llama_bench":
+        for key in ("binary", "gguf"):
+            if key not in options:
+                raise PlanError(f"subject=llama_bench needs subject.{key}=PATH")
+            found = request.launch / Path(options[key]).expanduser()
+            if not found.is_file():
+                raise PlanError(f"subject.{key}={found} does not exist: give the path of the {key} file")
+            options[key] = str(found)
+    return Arm(name, name, options=options, hash=_digest({"subject": name, **options}))
+
+
+# -- points ------------------------------------------------------------------------------------------
+
+
+class _Planner:
+    """Points of one job, their forecasts, and the stepping down to a budget."""
+
+    def __init__(self, request: Request, model: Model, arms: list[Arm], chunk: int, forecast: Forecast) -> None:
+        self.request, self.model, self.arms, self.chunk, self.forecast = request, model, arms, chunk, forecast
+        self.machine = forecast.machine
+        self.short = self.machine.kind == "cpu"
+        self.serial = request.arms == "serial"
+        self.notes: list[str] = []
+        self._full: dict[str, int] = {}
+
+    def points(self) -> list[Point]:
+        """All points in the order of frontiers, with every replicate the sweep allows."""
+        made = []
+        impossible = {arm.name: toggles.impossible(arm.config) for arm in self.arms if arm.config}
+        known = {name: reason for name, reason in impossible.items() if reason}
+        for frontier in self.request.frontiers:
+            skip = known | dict.fromkeys((arm.name for arm in self.arms), self._unreachable(frontier))
+            skip = {name: reason for name, reason in skip.items() if reason}
+            for phase in self.request.phases:
+                made.append(self._point(phase, frontier, dict(skip)))
+        self._full = {point.key: point.blocks for point in made}
+        return made
+
+    def _point(self, phase: Any, frontier: int, skip: dict[str, str]) -> Point:
+        tokens = CPU_DECODE_TOKENS if self.short else DECODE_TOKENS
+        straight = frontier <= STRAIGHT_CHUNKS * self.chunk
+        if phase == "prefill":
+            blocks = min(self.request.blocks, next((n for most, n in PREFILL_REPLICATES if frontier <= most), 1))
+            for arm in self.arms:
+                reason = self._too_slow(arm, frontier)
+                if reason:
+                    skip.setdefault(arm.name, reason)
+        elif self.short and self.request.sessions == 1:
+            blocks = CPU_DECODE_BLOCKS
+        else:
+            blocks = self.request.blocks
+        settings = {
+            "model": self.model.fingerprint(),
+            "prompt": [self.request.prompt, self.request.seed],
+            "arms": {arm.name: arm.hash for arm in self.arms},
+            "phase": phase,
+            "frontier": frontier,
+            "tokens": tokens if phase == "decode" else 0,
+            "straight": straight,
+        }
+        need = self.memory(frontier).total
+        return Point(_digest(settings), phase, frontier, blocks, tokens, straight, skip, forecast_bytes=need)
+
+    def _unreachable(self, frontier: int) -> str | None:
+        """Why no arm can be measured at `frontier`; an error where it was asked for by hand."""
+        reason = None
+        limit = self.model.config.max_position_embeddings
+        alone = self.memory(frontier, arms=1)
+        if frontier > limit:
+            reason = f"frontier {frontier} is beyond the model's context of {limit} tokens"
+        elif not alone.fits:
+            reason = (
+                f"frontier {frontier} needs {gigabytes(alone.total)} with one arm, beyond this machine's working set "
+                f"of {gigabytes(alone.limit)}"
+            )
+        elif not self.serial and not self.memory(frontier).fits:
+            self.serial = True
+            self.notes.append(
+                f"at {frontier} the caches of {len(self.arms)} arms do not fit together: one arm is refilled at a time"
+            )
+        if reason and self.request.asked_frontiers:
+            raise PlanError(f"{reason}: choose frontiers=[…] below it")
+        return reason
+
+    def _too_slow(self, arm: Arm, frontier: int) -> str | None:
+        seconds = self.forecast.prefill(arm.name, frontier, arm.subject, self._chunk_of(arm))
+        cap = self.request.cap_seconds
+        # A forecast is good to a factor of 1.5; what may still pass is tried and stopped by the cap.
+        if seconds <= 2 * cap:
+            return None
+        return f"a prefill of {frontier} tokens is forecast at {spell_time(seconds)}, beyond cap={spell_time(cap)}"
+
+    def _chunk_of(self, arm: Arm) -> int:
+        return arm.config["prefill"]["chunk"] if arm.config else 2048
+
+    def memory(self, frontier: int, arms: int | None = None) -> Memory:
+        """Bytes at a frontier with the arms that are alive at once there."""
+        live = arms or (1 if self.serial else len(self.arms))
+        return memory(self.model.config, self.machine, frontier, live, self.chunk, self.model.weights_bytes)
+
+    # -- time ----------------------------------------------------------------------------------------
+
+    def seconds(self, point: Point) -> float:
+        """Seconds of one session at a point: its windows, and what must run around them."""
+        arms = [arm for arm in self.arms if arm.name not in point.skip]
+        each = 0.0
+        for arm in arms:
+            fill = self.forecast.prefill(arm.name, point.frontier, arm.subject, self._chunk_of(arm))
+            fill = min(fill, self.request.cap_seconds)
+            if point.phase == "prefill":
+                # On the walk an arm prefills once a block and is warmed on its first chunks only.
+                warm = WARM_ROUNDS if point.straight else 0
+                each += fill * (warm + (2 if point.straight else 1) * point.blocks)
+                continue
+            step = self.forecast.decode(arm.name, point.frontier, 1)
+            warm = WARM_ROUNDS * min(16, point.decode_tokens) + point.decode_tokens
+            each += step * (warm + 2 * point.blocks * point.decode_tokens)
+            # The prefill of the same frontier serves as the cache, unless arms take turns or none is measured.
+            each += fill if self.serial or "prefill" not in self.request.phases else 0.0
+        return each + POINT_SECONDS + BLOCK_SECONDS * point.blocks
+
+    def walk_discount(self, points: list[Point]) -> float:
+        """What `seconds` counts too often: on the walk a longer prompt contains the shorter ones."""
+        walk = [p for p in points if not p.straight and p.phase == "prefill" and p.blocks]
+        saved = 0.0
+        for shorter, longer in zip(walk, walk[1:]):
+            shared = min(shorter.blocks, longer.blocks)
+            for arm in self.arms:
+                if arm.name not in shorter.skip and arm.name not in longer.skip:
+                    whole = self.forecast.prefill(arm.name, shorter.frontier, arm.subject, self._chunk_of(arm))
+                    saved += min(whole, self.request.cap_seconds) * shared
+        return saved
+
+    def total(self, points: list[Point]) -> float:
+        """Seconds of the whole run."""
+        work = sum(self.seconds(point) for point in points if point.blocks) - self.walk_discount(points)
+        return self.request.sessions * (self.forecast.start() + work)
+
+    def fit(self, points: list[Point]) -> list[str]:
+        """Step replicates down, long frontiers first, until the forecast is inside the budget.
+
+        Returns:
+            What was given up, one line a point.
+
+        Raises:
+            PlanError: not even one block at the smallest frontier fits.
+        """
+        budget = self.request.budget_seconds
+        while self.total(points) > budget:
+            point = self._longest_to_reduce(points)
+            if point is None:
+                break
+            point.blocks = self._lower(point)
+        self._drop_frontiers(points, budget)
+        for point in points:
+            point.forecast_seconds = round(self.seconds(point), 3) if point.blocks else 0.0
+        return [
+            f"{p.phase} at {p.frontier}: {p.blocks} of {self._full[p.key]} blocks"
+            for p in reversed(points)
+            if p.blocks < self._full[p.key]
+        ]
+
+    def _rungs(self, point: Point) -> tuple[int, ...]:
+        return _RUNGS[self.short and point.phase == "decode"]
+
+    def _lower(self, point: Point) -> int:
+        return next((rung for rung in self._rungs(point) if rung < point.blocks), point.blocks)
+
+    def _longest_to_reduce(self, points: list[Point]) -> Point | None:
+        """The longest point among those that stand highest on their ladder, prefill (the dearer) before decode."""
+        open_points = [p for p in points if p.blocks and self._lower(p) < p.blocks]
+        rank = {id(p): sum(rung < p.blocks for rung in self._rungs(p)) / len(self._rungs(p)) for p in open_points}
+        # Rungs in bands of a quarter: the long end gives up a band before the short end is touched.
+        return max(
+            open_points, key=lambda p: (math.ceil(4 * rank[id(p)]), p.frontier, p.phase == "prefill"), default=None
+        )
+
+    def _drop_frontiers(self, points: list[Point], budget: float) -> None:
+        for frontier in reversed(self.request.frontiers):
+            if self.total(points) <= budget:
+                return
+            here = [p for p in points if p.frontier == frontier]
+            if frontier == self.request.frontiers[0]:
+                raise PlanError(
+                    f"budget={spell_time(budget)} is too short: one block at {frontier} tokens is forecast at "
+                    f"{spell_time(self.total(points))}; raise budget= or choose smaller frontiers"
+                )
+            for point in here:
+                point.blocks = 0
+                reason = f"the budget of {spell_time(budget)} ends before {frontier} tokens (budget=)"
+                for arm in self.arms:
+                    point.skip.setdefault(arm.name, reason)
+
+    def rows(self, points: list[Point]) -> list[Row]:
+        """The dry run's lines."""
+        made = []
+        for frontier in self.request.frontiers:
+            here = [p for p in points if p.frontier == frontier]
+            seconds = {p.phase: self.request.sessions * self.seconds(p) if p.blocks else 0.0 for p in here}
+            skip = {name: reason for p in here for name, reason in p.skip.items()}
+            walk = not here[0].straight
+            made.append(Row(frontier, walk, seconds, self.memory(frontier), {p.phase: p.blocks for p in here}, skip))
+        return made
+
+
+# -- the rest ----------------------------------------------------------------------------------------
+
+
+def _settings(request: Request, model: Model, plan: _Planner, dropped: list[str]) -> dict[str, Any]:
+    walk = [f for f in request.frontiers if f > STRAIGHT_CHUNKS * plan.chunk]
+    return {
+        "sweep": request.sweep,
+        "ablation": request.ablation["name"],
+        "arms": "serial" if plan.serial else "parallel",
+        "wait": request.wait,
+        "check": request.check,
+        "allow": request.allow,
+        "dropped": dropped,
+        "walk_check": 16_384 if 16_384 in walk else (walk[0] if walk else None),
+        "published_claim": request.ablation["name"] in published(),
+        "real_command": REAL_COMMAND if model.toy else None,
+    }
+
+
+def _identity(request: Request) -> dict[str, Any]:
+    """What makes two requests the same run: everything but where it lands and how it is shown."""
+    values = dict(request.config)
+    for key in ("run_dir", "dry_run", "fetch", "budget", "allow", "suite", "wait", "probe"):
+        values.pop(key, None)
+    return values
+
+
+def _run_folder(request: Request, model: Model, config_hash: str) -> tuple[Path, str]:
+    """The folder of the run: the one given, an unfinished run of the same settings, or a new one."""
+    if request.run_dir:
+        return request.run_dir, request.run_dir.name
+    runs = request.launch / "reports" / "runs"
+    for path in sorted(runs.glob(f"*-{config_hash[:6]}*/job.json"), reverse=True):
+        if _same(path, config_hash) and not finished(load_job(path)):
+            return path.parent, path.parent.name
+    question = request.ablation["name"] if request.ablation["name"] != "none" else request.engine_name
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    name = f"{stamp}-{model.name}-{request.sweep}-{question}-{config_hash[:6]}"
+    number, run_id = 1, name
+    while (runs / run_id).exists():
+        number += 1
+        run_id = f"{name}-{number}"
+    return runs / run_id, run_id
+
+
+def interrupted(job: Job) -> Job | None:
+    """The job that already lies in the run folder of `job` and is to be gone on with, or None for a new folder.
+
+    Going on takes the job as it was planned then, so that its blocks stay the ones that were announced.
+
+    Raises:
+        PlanError: the folder holds a run of other settings, or something else.
+    """
+    folder = Path(job.run_dir)
+    path = folder / "job.json"
+    if path.is_file():
+        if not _same(path, job.config_hash):
+            raise PlanError(f"run_dir={folder} holds a run of other settings: give another folder")
+        return load_job(path)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise PlanError(f"run_dir={folder} is not empty and holds no run: give another folder")
+    return None
+
+
+def finished(job: Job) -> bool:
+    """Whether every window of `job` has its final row."""
+    done = Store(job.run_dir).finished()
+    return all(cell.key in done for session in range(job.sessions) for cell in cells(job, session))
+
+
+def save_job(job: Job, path: Path) -> None:
+    """Write `job` as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dataclasses.asdict(job), indent=1))
+
+
+def load_job(path: Path) -> Job:
+    """Read a job back.
+
+    Raises:
+        PlanError: the file is no job of this version.
+    """
+    try:
+        values = json.loads(path.read_text())
+        values["arms"] = [Arm(**arm) for arm in values["arms"]]
+        values["contrasts"] = [Contrast(**contrast) for contrast in values["contrasts"]]
+        values["points"] = [Point(**point) for point in values["points"]]
+        return Job(**values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{path} is no readable job ({error}): remove its folder or give another run_dir=") from error
+
+
+def _same(path: Path, config_hash: str) -> bool:
+    return load_job(path).config_hash == config_hash
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def gigabytes(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 1e9:.1f} GB"
+
+
+def spell_time(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
