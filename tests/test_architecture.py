@@ -245,10 +245,26 @@ def test_readme_blocks_are_what_ci_runs(name: str, last: str) -> None:
 
 
 def test_readme_lists_every_toggle() -> None:
-    from sweeps import toggles
+    from ablations.arms import TOGGLES
 
-    table = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert table == set(toggles.TOGGLES), "the table of toggles in README.md is stale"
+    rows = ["| toggle | what is asked | off | on | also |", "|---|---|---|---|---|"]
+    for toggle in TOGGLES.values():
+        also = " ".join(f"`{name}`" for name in toggle.settings if name not in (toggle.off, toggle.on))
+        rows.append(f"| `{toggle.name}` | {toggle.summary} | `{toggle.off}` | `{toggle.on}` | {also} |")
+    table = "\n".join(rows)
+    found = re.search(r"^<!-- toggles -->\n(.*?)\n?<!-- /toggles -->$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert found, "README.md lost the markers of its table of toggles"
+    assert found[1] == table, f"README.md: put this between the markers\n{table}"
+
+
+def test_readme_names_only_commands_that_exist() -> None:
+    named = set(re.findall(r"python -m (engine|reports) ([a-z]+)", (ROOT / "README.md").read_text()))
+    helps = {}
+    for room in ("engine", "reports"):
+        argv = [str(PYTHON), "-m", room, "--help"]
+        helps[room] = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    absent = [f"{room} {command}" for room, command in sorted(named) if not re.search(rf"\b{command}\b", helps[room])]
+    assert named and not absent, absent
 
 
 def test_locked_versions_cover_every_dependency() -> None:
