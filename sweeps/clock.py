@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 JUMP_NS = 250_000_000
-"""Disagreement of wall and monotonic time, in ns, from which a window counts as interrupted (above NTP's corrections)."""
+"""Disagreement of wall and monotonic time, in ns, from which a window counts as interrupted (NTP corrects less)."""
 
 JUMP_SHARE = 0.01
 """The same as a share of the window, for long windows in which a clock is slewed."""

@@ -50,6 +50,11 @@ def knobs(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: value for name, value in sorted(variables.items()) if name.startswith(KNOBS)}
 
 
+def debug() -> bool:
+    """Whether ``LILYBENCH_DEBUG`` asks for tracebacks instead of one line."""
+    return os.environ.get("LILYBENCH_DEBUG", "") not in ("", "0")
+
+
 def runtime_dir() -> Path:
     """Per-user folder for lock files, the same for every launch folder."""
     folder = os.environ.get("XDG_RUNTIME_DIR")

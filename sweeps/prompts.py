@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import sysconfig
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 KINDS = ("text", "code", "prose", "repetitive", "random", "lily")
-"""Kinds of prompt: documentation then sources, sources alone, documentation alone, one passage over and over,
+"""Kinds of prompt: documentation then sources, sources alone, documentation and docstrings, one passage over and over,
 ids drawn at random, and the published id sequence."""
 
 PASSAGE_CHARS = 2000
@@ -45,7 +47,7 @@ class Encoder(Protocol):
 class Prompts:
     """Prompts of one kind for one tokenizer, deterministic from the seed.
 
-    Text is tokenised passage by passage as it is needed and kept, so that a long prompt costs its tokens once a process.
+    Text is tokenised passage by passage as needed and kept: a long prompt is tokenised once a process.
 
     Args:
         tokenizer: encodes text; its `real_vocab` bounds random ids.
@@ -77,13 +79,13 @@ class Prompts:
             return [generator.randrange(self._tokenizer.real_vocab) for _ in range(tokens)]
         ids = self._tokenizer.encode(self._opening(trial))
         passages = _passages(self.kind)
-        start = random.Random(f"{self.seed}/{trial}").randrange(len(passages))
+        start = random.Random(f"{self.seed}/{trial}").randrange(_starts(self.kind))
         for step in range(len(passages)):
             if len(ids) >= tokens:
                 break
             ids += self._passage((start + step) % len(passages)) if self.kind != "repetitive" else self._repeat(tokens)
         if len(ids) < tokens:
-            raise PromptError(f"prompt={self.kind} has only {len(ids)} tokens, {tokens} were asked for; use prompt=text")
+            raise PromptError(f"prompt={self.kind} has {len(ids)} tokens, {tokens} were asked for; use prompt=text")
         return ids[:tokens]
 
     def _opening(self, trial: int) -> str:
@@ -100,6 +102,21 @@ class Prompts:
         return once * (tokens // len(once) + 1)
 
 
+class WordEncoder:
+    """Stands in for a tokenizer where weights are random: each word and space run is an id, the same everywhere.
+
+    Args:
+        real_vocab: number of ids.
+    """
+
+    def __init__(self, real_vocab: int) -> None:
+        self.real_vocab = real_vocab
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of words and of the marks between them, by checksum."""
+        return [zlib.crc32(word.encode()) % self.real_vocab for word in re.findall(r"\w+|[^\w ]", text)]
+
+
 def digest(ids: Sequence[int]) -> str:
     """Sixteen hex digits that name a sequence of ids in rows."""
     return hashlib.sha256(b"".join(int(i).to_bytes(4, "little") for i in ids)).hexdigest()[:16]
@@ -109,7 +126,7 @@ def digest(ids: Sequence[int]) -> str:
 def _passages(kind: str) -> tuple[str, ...]:
     """Distinct passages of whole lines, about 2,000 characters each, in a fixed order."""
     if kind == "prose":
-        text = _documentation()
+        text = _documentation() + _docstrings()
     elif kind == "code":
         text = _sources()
     elif kind == "repetitive":
@@ -128,12 +145,23 @@ def _passages(kind: str) -> tuple[str, ...]:
     return tuple(passages)
 
 
+def _starts(kind: str) -> int:
+    """Passages a prompt may begin with: for ``text`` those of the documentation, so that sources follow it."""
+    return len(_passages(kind)) if kind != "text" else len(_documentation()) // (PASSAGE_CHARS + 200)
+
+
+@lru_cache(maxsize=1)
 def _documentation() -> str:
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+def _docstrings() -> str:
+    return "\n\n".join(text for text in re.findall(r'"""(.+?)"""', _sources(), re.DOTALL) if " " in text)
+
+
+@lru_cache(maxsize=1)
 def _sources() -> str:
     library = Path(sysconfig.get_path("stdlib"))
     paths = [path.relative_to(library) for path in library.rglob("*.py")]

@@ -17,19 +17,19 @@ from typing import Any
 
 from sweeps.clock import Window
 from sweeps.points import Job, Point
-from sweeps.subjects.base import Prefilled, Subject
+from sweeps.subjects.base import Prefilled, Subject, chunk_lengths
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One window to run: `block` counts paired blocks, `slot` the position inside, `trial` the arm's turn in it."""
+    """One window to run: `block` counts paired blocks, `slot` the position inside, `turn` the arm's turn in it."""
 
     point: str
     arm: str
     session: int
     block: int
     slot: int
-    trial: int
+    turn: int
 
     @property
     def key(self) -> tuple[str, str, int, int, int]:
@@ -58,8 +58,9 @@ def block_order(names: Sequence[str], seed: str, block: int, *, walk: bool = Fal
 
 
 def block_cells(job: Job, session: int, point: Point, block: int) -> list[Cell]:
-    """Windows of one block in the order in which they run, arms skipped beforehand left out."""
-    names = [arm.name for arm in job.arms if arm.name not in point.skip]
+    """Windows of one block in the order in which they run, arms skipped beforehand (and llama-bench, which orders
+    its own) left out."""
+    names = [arm.name for arm in job.arms if arm.name not in point.skip and arm.subject != "llama_bench"]
     walk = point.phase == "prefill" and not point.straight
     turns: dict[str, int] = {}
     cells = []
@@ -68,13 +69,6 @@ def block_cells(job: Job, session: int, point: Point, block: int) -> list[Cell]:
         turns[name] = turn + 1
         cells.append(Cell(point.key, name, session, block, slot, turn))
     return cells
-
-
-def cells(job: Job, session: int) -> list[Cell]:
-    """Every window of a session."""
-    return [
-        cell for point in job.points for block in range(point.blocks) for cell in block_cells(job, session, point, block)
-    ]
 
 
 def groups(job: Job) -> list[Group]:
@@ -90,13 +84,6 @@ def groups(job: Job) -> list[Group]:
                 walk.frontiers.append(point.frontier)
         getattr(group, point.phase)[point.frontier] = point
     return list(straight.values()) + ([walk] if walk.frontiers else [])
-
-
-def straight_chunks(tokens: int, chunk: int, *, last_alone: bool = False) -> list[int]:
-    """Chunk lengths of one straight prompt; `last_alone`: the final token is a pass of its own, as MLX-LM runs it."""
-    body = tokens - 1 if last_alone else tokens
-    chunks = [chunk] * (body // chunk) + ([body % chunk] if body % chunk else [])
-    return chunks + [1] if last_alone else chunks
 
 
 def tail_start(tokens: int, chunk: int) -> int:
@@ -143,6 +130,11 @@ class Walk:
         """Tokens covered by whole chunks so far."""
         return sum(self._whole)
 
+    @property
+    def spent_ns(self) -> int:
+        """Time of the whole chunks so far."""
+        return self._whole_ns
+
     def to(self, frontier: int, timer: Timer) -> Reached:
         """Prefill up to `frontier` tokens.
 
@@ -156,7 +148,7 @@ class Walk:
         tail = timer(lambda: self._subject.prefill(self._tokens[start:frontier], last=True), self._whole_ns)
         chunks = self._whole + tail.value.chunks
         alone = len(tail.value.chunks) > 1 and tail.value.chunks[-1] == 1
-        expected = straight_chunks(frontier, self._chunk, last_alone=alone)
+        expected = chunk_lengths(frontier, self._chunk, tail=alone)
         if chunks != expected:
             raise ChunksDiffer(f"walk to {frontier} ran chunks ending in {chunks[-3:]}, a prompt has {expected[-3:]}")
         cached = self._cached + tail.value.cached_tokens

@@ -23,7 +23,7 @@ PAUSE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Sentinel before a block: its time in ns, seconds waited for it, whether it was still slow when the run went on."""
+    """Sentinel before a block: time in ns, seconds waited for it, whether it was still slow when the run went on."""
 
     ns: int
     waited: float

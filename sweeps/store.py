@@ -6,6 +6,7 @@ Readable on any machine: no MLX here.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.rows import ContrastRow, RowError, RunRow, SampleRow, from_json, to_json
 
 FILES: dict[type, str] = {RunRow: "runs.jsonl", SampleRow: "samples.jsonl", ContrastRow: "contrasts.jsonl"}
@@ -142,6 +144,30 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def write_job(job: Job) -> Path:
+    """Write ``job.json`` into the run folder, whole; returns its path."""
+    path = Path(job.run_dir) / "job.json"
+    write_whole(path, json.dumps(dataclasses.asdict(job), indent=1, default=_plain))
+    return path
+
+
+def read_job(path: str | Path) -> Job:
+    """The job that `write_job` wrote.
+
+    Raises:
+        RowError: no such file, or not a job of this version of the program.
+    """
+    try:
+        values = json.loads(Path(path).read_text())
+        parts = {"arms": Arm, "contrasts": Contrast, "points": Point}
+        lists = {name: [kind(**part) for part in values[name]] for name, kind in parts.items()}
+        return Job(**(values | lists))
+    except OSError as error:
+        raise RowError(f"{path}: {error.strerror}; give the job.json of a run folder") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise RowError(f"{path}: not a job of this version: {error}; start the sweep again") from None
 
 
 def _split(data: bytes) -> tuple[list[bytes], bytes]:
