@@ -21,6 +21,8 @@ from scipy import special
 
 _ROWS = 32
 """Positions reduced at a time, so that float64 copies of a chunk stay small (64 MB at the full vocabulary)."""
+_PUBLISHED = 192
+"""Positions of the published check, reported apart so that the two stand side by side."""
 
 
 class GuardError(ValueError):
@@ -171,7 +173,10 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 def _divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     """KL(p, q) in nats per row; rounding can leave -1e-17, which is 0."""
     with np.errstate(invalid="ignore"):
-        return np.maximum((np.exp(log_p) * (log_p - log_q)).sum(axis=-1), 0.0)
+        p = np.exp(log_p)
+        # A token that the reference rules out (a masked one has logit -inf) adds nothing, whatever the arm says.
+        terms = np.where(p > 0, p * (log_p - log_q), np.where(np.isnan(p), np.nan, 0.0))
+        return np.maximum(terms.sum(axis=-1), 0.0)
 
 
 def _judge_logits(figures: dict[str, np.ndarray], limits: Thresholds) -> Check:
@@ -184,6 +189,12 @@ def _judge_logits(figures: dict[str, np.ndarray], limits: Thresholds) -> Check:
             reason = f"{side} logits are not finite at {int(bad.sum())} positions, first at {int(np.argmax(bad))}"
             return Check("logits", False, reason, measured)
     measured |= _perplexity(figures, limits.batch) | _agreement(figures, limits.near_tie) | _kl(figures, limits)
+    if measured["positions"] >= _PUBLISHED:
+        first = {key: values[:_PUBLISHED] for key, values in figures.items()}
+        measured["first_192"] = {
+            "perplexity_ratio": _perplexity(first, limits.batch)["perplexity_ratio"],
+            "top1": _agreement(first, limits.near_tie)["top1"],
+        }
     faults = list(_logit_faults(measured, limits))
     if faults:
         return Check("logits", False, "; ".join(faults), measured)
