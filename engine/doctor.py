@@ -354,9 +354,18 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def diagnose(everything: bool = False, progress: Callable[[int, int, str], None] = lambda *_: None) -> Diagnosis:
-    """Examine this machine; see `check_variants` for the arguments. Never raises for what it finds."""
-    machine = inspect_machine()
+def diagnose(
+    everything: bool = False,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
+    machine: Machine | None = None,
+) -> Diagnosis:
+    """Examine this machine; what is wrong becomes a finding, not an exception.
+
+    Args:
+        everything, progress: as for `check_variants`.
+        machine: what is known of the computer; None looks.
+    """
+    machine = machine or inspect_machine()
     found = Diagnosis(machine, versions=package_versions())
     found.findings += system_findings(machine)
     try:
@@ -364,7 +373,9 @@ def diagnose(everything: bool = False, progress: Callable[[int, int, str], None]
 
         found.device = device_info()
     except ImportError as error:
-        found.say("problem", "MLX", f"MLX cannot be imported ({error}): `pip install -c constraints.txt .`")
+        # Where the system itself is the reason, that line is enough.
+        if found.healthy:
+            found.say("problem", "MLX", f"MLX cannot be imported ({error}): `pip install -c constraints.txt .`")
         return found
     kind = str(found.device["kind"])
     found.budget_bytes = budget_bytes(found.device, machine)

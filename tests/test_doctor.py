@@ -189,6 +189,13 @@ def test_doctor_on_this_machine() -> None:
     assert done.stderr.count("self-test ") == len(listed)
 
 
+def test_rosetta_is_one_line_although_mlx_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "engine.device", None)
+    found = doctor.diagnose(machine=mac(ROSETTA, "x86_64"))
+    assert [finding.level for finding in found.findings] == ["problem"]
+    assert "Rosetta" in found.findings[0].text
+
+
 def test_missing_mlx_is_a_line_and_not_a_traceback(tmp_path: Path) -> None:
     # A folder that comes first on the path and whose `mlx` cannot be imported.
     (tmp_path / "mlx").mkdir()
