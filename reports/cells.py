@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Literal
+from typing import Any, Iterable, Literal, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from reports.load import Rows
 from sweeps.rows import ContrastRow, Phase, RunRow, SampleRow, tokens_per_second
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
+_UNCOUNTED = frozenset(("clock_jump", "series", "warmup"))
 GapKind = Literal["skipped", "oom", "timeout", "error", "blocked", "missing"]
 
 
@@ -235,7 +236,7 @@ def _cell(
     arm, phase, frontier = key
     cell = Cell(arm, subject, phase, frontier)
     cell.flags = dict(sorted(Counter(flag for row in rows for flag in row.flags).items()))
-    timed = [(rate, row) for row in _windows(rows) if (rate := finite(tokens_per_second(row))) is not None]
+    timed = [(rate, row) for row in counted_windows(rows) if (rate := finite(tokens_per_second(row))) is not None]
     bad = [row for row in rows if row.status != "ok"]
     if not timed:
         cell.gap, cell.reason = _why(rows, bad, planned_skip)
@@ -267,10 +268,10 @@ def _cell(
     return cell
 
 
-def _windows(rows: list[SampleRow]) -> list[SampleRow]:
+def counted_windows(rows: Sequence[SampleRow]) -> list[SampleRow]:
     """The windows that count: those inside blocks; without any, those outside (a subject that has no blocks)."""
-    counted = [row for row in rows if row.status == "ok" and "clock_jump" not in row.flags]
-    return [row for row in counted if row.block >= 0] or [row for row in counted if "warmup" not in row.flags]
+    counted = [row for row in rows if row.status == "ok" and not _UNCOUNTED.intersection(row.flags)]
+    return [row for row in counted if row.block >= 0] or counted
 
 
 def _why(rows: list[SampleRow], bad: list[SampleRow], planned_skip: str) -> tuple[GapKind, str]:

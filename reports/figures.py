@@ -21,9 +21,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from reports import text
-from reports.cells import PHASES, Cell, Result, Study
+from reports.cells import PHASES, Cell, Result, Study, counted_windows
 from reports.facts import finite
 from sweeps.rows import Phase, SampleRow
 
@@ -64,8 +65,8 @@ def plots(study: Study) -> dict[str, list[Plot]]:
             "rate": [rate(study, phase) for phase in PHASES],
             "ratio": [plot for phase in PHASES for plot in ratios(study, phase)],
             "memory": [memory(study)],
-            "drift": [drift(study)],
-            "limit": [limit(study)],
+            "drift": [drift(study), warmup(study)],
+            "limit": [limit(study), compute(study)],
         }
 
 
@@ -79,7 +80,7 @@ def rate(study: Study, phase: Phase) -> Plot:
     for i, (arm, line) in enumerate(lines.items()):
         canvas.curve(i, arm, line, lambda c: c.median, band=True)
         canvas.crosses(i, arm, line, offset=i, of=len(lines))
-    axes.set_ylim(bottom=0)
+    canvas.from_zero()
     return canvas.finish(_range_words(lines, lambda c: c.median, "tokens a second"))
 
 
@@ -89,13 +90,32 @@ def limit(study: Study) -> Plot:
     canvas = _Canvas("limit-decode", "Decode: least bytes over time", study.frontiers["decode"])
     canvas.axes.set_ylabel("GB/s")
     for i, (arm, line) in enumerate(lines.items()):
-        canvas.curve(i, arm, line, lambda c: c.bytes_per_second and c.bytes_per_second / 1e9)
+        canvas.curve(i, arm, line, _gigabytes)
     for top in sorted({c.bandwidth / 1e9 for line in lines.values() for c in line if c.bandwidth}):
         canvas.axes.axhline(top, color=INK, linestyle=(0, (4, 2)), linewidth=1)
         label = f"memory bandwidth {text.number(top)} GB/s"
         canvas.axes.annotate(label, (0.01, top), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
-    canvas.axes.set_ylim(bottom=0)
-    return canvas.finish(_range_words(lines, lambda c: c.bytes_per_second and c.bytes_per_second / 1e9, "GB/s"))
+    canvas.from_zero()
+    return canvas.finish(_range_words(lines, _gigabytes, "GB/s"))
+
+
+def compute(study: Study) -> Plot:
+    """Least arithmetic over time while prefilling."""
+    lines = {arm: line for arm in _arms(study) if (line := study.line(arm, "prefill"))}
+    canvas = _Canvas("limit-prefill", "Prefill: least arithmetic over time", study.frontiers["prefill"])
+    canvas.axes.set_ylabel("TFLOP/s")
+    for i, (arm, line) in enumerate(lines.items()):
+        canvas.curve(i, arm, line, _teraflops)
+    canvas.from_zero()
+    return canvas.finish(_range_words(lines, _teraflops, "TFLOP/s"))
+
+
+def _gigabytes(cell: Cell) -> float | None:
+    return cell.bytes_per_second / 1e9 if cell.bytes_per_second else None
+
+
+def _teraflops(cell: Cell) -> float | None:
+    return cell.flops_per_second / 1e12 if cell.flops_per_second else None
 
 
 def ratios(study: Study, phase: Phase) -> list[Plot]:
@@ -169,7 +189,7 @@ def memory(study: Study) -> Plot:
                 canvas.line(axes, i, arm, frontiers, [s / 2**30 if s else None for s in sizes])
                 top = max(s for s in sizes if s is not None)
                 said.append(f"{arm}: {label.split(',')[0]} up to {text.size(top)}")
-        axes.set_ylim(bottom=0)
+    canvas.from_zero()
     return canvas.finish("; ".join(said) or "No memory was recorded.")
 
 
@@ -180,37 +200,76 @@ def _size(study: Study, arm: str, frontier: int, attribute: str) -> float | None
 
 def drift(study: Study) -> Plot:
     """Each window's time over the median of its cell, in the order run, and the sentinel over its best."""
-    canvas = _Canvas("drift", "Warm-up and drift: windows in the order run", [], panels=2)
+    canvas = _Canvas("drift", "Drift: windows in the order run", [], panels=2)
     above, below = canvas.panels
     above.set_ylabel("time / median of its cell")
     below.set_ylabel("sentinel / best")
     below.set_xlabel("window, in the order run")
-    ok = [(i, r) for i, r in enumerate(study.rows.samples) if r.status == "ok" and finite(r.elapsed_ns)]
-    medians = _cell_medians([row for _, row in ok], study)
+    order = {id(row): n for n, row in enumerate(study.rows.samples)}
+    timed = [row for row in counted_windows(study.rows.samples) if finite(row.elapsed_ns)]
+    medians = _cell_medians(timed, study)
     spread: list[float] = []
     for i, arm in enumerate(_arms(study)):
-        mine = [(n, r) for n, r in ok if study.label(r.run_id, r.arm) == arm and (arm, r.phase, r.frontier) in medians]
-        x = [n for n, _ in mine]
-        y = [(finite(r.elapsed_ns) or 0) / medians[arm, r.phase, r.frontier] for _, r in mine]
+        mine = [
+            (order[id(r)], (finite(r.elapsed_ns) or 0) / medians[arm, r.phase, r.frontier])
+            for r in timed
+            if study.label(r.run_id, r.arm) == arm and (arm, r.phase, r.frontier) in medians
+        ]
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-        if x:
-            above.plot(x, y, linestyle="none", markersize=3, **style)
+        if mine:
+            above.plot(*zip(*mine), linestyle="none", markersize=3, **style)
             canvas.entry(arm, style)
             canvas.drawn = True
-        spread += y
+        spread += [y for _, y in mine]
     sentinel = [(n, s) for n, r in enumerate(study.rows.samples) if (s := finite(r.extra.get("sentinel_ns"))) and s > 0]
     if sentinel:
         best = min(s for _, s in sentinel)
-        below.plot([n for n, _ in sentinel], [s / best for _, s in sentinel], color=INK, marker=".", linewidth=0.8)
-    else:
+        below.plot([n for n, _ in sentinel], [s / best for _, s in sentinel], color=INK, linewidth=0.9)
+    elif canvas.drawn:
+        below.set_yticks([])
         below.annotate("no sentinel in the rows", (0.5, 0.5), xycoords="axes fraction", ha="center")
-    hot = [n for n, r in enumerate(study.rows.samples) if "hot" in r.flags]
+    _shade_hot([above, below], study.rows.samples)
     for axes in (above, below):
-        for n in hot:
-            axes.axvspan(n - 0.5, n + 0.5, color=SHADE, zorder=0)
         _session_lines(axes, study.rows.samples)
-    words = f"Windows took {text.number(min(spread))} to {text.number(max(spread))} of their cell's median." if spread else ""
-    return canvas.finish(words or "No window has a time.", "Grey: windows flagged hot. Dashed: a new session.")
+    words = f"Windows took {text.number(min(spread))} to {text.number(max(spread))} of their cell's median" if spread else ""
+    return canvas.finish(words or "No window has a time", "Grey: windows flagged hot. Dotted: a new session.")
+
+
+def _shade_hot(panels: list[Axes], samples: Sequence[SampleRow]) -> None:
+    """Shade stretches of windows flagged hot, each stretch once."""
+    hot = [n for n, row in enumerate(samples) if "hot" in row.flags]
+    starts = [n for n in hot if n - 1 not in set(hot)]
+    for start in starts:
+        end = start
+        while end < len(samples) and "hot" in samples[end].flags:
+            end += 1
+        for axes in panels:
+            axes.axvspan(start - 0.5, end - 0.5, color=SHADE, zorder=0)
+
+
+def warmup(study: Study) -> Plot:
+    """Times of the warm-up rounds of every arm and point over their last, where the rows hold them."""
+    canvas = _Canvas("warmup", "Warm-up: rounds before the first window", [])
+    axes = canvas.axes
+    axes.set_ylabel("time / last round")
+    axes.set_xlabel("round")
+    longest, slowest = 0, 1.0
+    arms = _arms(study)
+    for row in study.rows.samples:
+        record, arm = row.extra.get("warmup"), study.label(row.run_id, row.arm)
+        times = [t for t in map(finite, record.get("elapsed_ns") or []) if t] if isinstance(record, dict) else []
+        if not times or arm not in arms:
+            continue
+        i = arms.index(arm)
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        axes.plot(range(1, len(times) + 1), [t / times[-1] for t in times], linewidth=0.8, markersize=3, **style)
+        canvas.entry(arm, style)
+        canvas.drawn = True
+        longest, slowest = max(longest, len(times)), max(slowest, max(times) / times[-1])
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    if not canvas.drawn:
+        return canvas.finish("The rows hold no warm-up times")
+    return canvas.finish(f"Up to {text.count(longest, 'round')}; the slowest took {text.number(slowest)} times the last")
 
 
 def _cell_medians(rows: Sequence[SampleRow], study: Study) -> dict[tuple[str, str, int], float]:
@@ -259,6 +318,7 @@ class _Canvas:
         self.drawn = False
         self._legend: dict[str, dict[str, Any]] = {}
         for axes in self.panels:
+            axes.yaxis.set_major_locator(MaxNLocator(6))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}" if abs(y) >= 100 else f"{y:.6g}")
         if self.frontiers:
             bottom = self.panels[-1]
@@ -277,6 +337,12 @@ class _Canvas:
         axes.plot([_x(f) for f in frontiers], y, **style)
         self.drawn = self.drawn or any(v is not None for v in values)
         self.entry(label, style)
+
+    def from_zero(self) -> None:
+        """Let every panel start at 0, so that heights compare, with air above the highest mark."""
+        for axes in self.panels:
+            tops = [t for line in axes.lines for t in np.asarray(line.get_ydata(), dtype=float) if np.isfinite(t)]
+            axes.set_ylim(0, 1.1 * max(tops, default=0) or 1)
 
     def curve(self, i: int, label: str, line: list[Cell], value: Callable[[Cell], Any], band: bool = False) -> None:
         """The cells of one arm as a line, with their spread if asked for."""

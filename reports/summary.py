@@ -115,7 +115,9 @@ def _still_right(group: Sequence[Result]) -> str:
 
 
 def limit(line: Sequence[Cell]) -> str:
-    """How near an arm comes to the memory bandwidth of the device, by the least bytes it must move."""
+    """How near decoding comes to the memory bandwidth by the least bytes it must move; for prefill, least arithmetic."""
+    if line and line[0].phase == "prefill":
+        return _compute_limit(line)
     known = [c for c in line if c.bytes_per_second]
     if not known:
         return "not measured: the rows hold no least bytes for it"
@@ -126,6 +128,14 @@ def limit(line: Sequence[Cell]) -> str:
         return f"{reached}; bandwidth of the device not measured"
     low, high = text.percent(min(shares)), text.percent(max(shares))
     return f"{low if low == high else f'{low} to {high}'} of the memory bandwidth; {reached}"
+
+
+def _compute_limit(line: Sequence[Cell]) -> str:
+    known = [(c.flops_per_second, c.frontier) for c in line if c.flops_per_second]
+    if not known:
+        return "not measured: the rows hold no least arithmetic for it"
+    best, at = max(known)
+    return f"{text.number(best / 1e12)} TFLOP/s of least arithmetic at {text.tokens(at)}; peak of the device not measured"
 
 
 def noise(study: Study) -> str:
@@ -139,6 +149,19 @@ def noise(study: Study) -> str:
         f"An arm compared with itself gave {text.ratio(low)} to {text.ratio(high)} over {text.count(len(aa), 'point')} "
         f"(the truth is 1); its interval held 1 at {held} of them."
     )
+
+
+def walk_checks(study: Study) -> list[str]:
+    """What comparing a walk of growing contexts with one straight prompt gave."""
+    said = []
+    for row in study.rows.samples:
+        check = row.extra.get("walk_check")
+        if isinstance(check, dict):
+            passed = "agrees" if check.get("passed") else "DIFFERS by more than the tolerance"
+            arm = study.label(row.run_id, row.arm)
+            ratio = text.ratio(check.get("ratio"))
+            said.append(f"{arm} at {text.tokens(row.frontier)}: walk over straight prompt {ratio}, {passed}")
+    return said
 
 
 def warnings(runs: Sequence[RunRow], study: Study) -> list[str]:

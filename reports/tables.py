@@ -40,6 +40,14 @@ class Table:
         """The rows as shown."""
         return [[column.show(row.get(column.key)) for column in self.columns] for row in self.rows]
 
+    def markdown(self) -> str:
+        """The table as Markdown, or the word that stands for an empty one."""
+        if not self.rows:
+            return f"{text.markdown(self.caption)}: {text.markdown(self.empty)}"
+        lines = [[text.markdown(c.heading) for c in self.columns], ["---:" if c.numeric else "---" for c in self.columns]]
+        lines += [[text.markdown(cell) for cell in row] for row in self.cells()]
+        return f"*{text.markdown(self.caption)}*\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
     def csv(self) -> str:
         """Comma-separated values with a header line; numbers as Python writes them, whatever the locale."""
         out = io.StringIO()
@@ -74,6 +82,7 @@ def tables(study: Study) -> dict[str, Table]:
     """Every table of a report by name."""
     made = [
         contrasts(study),
+        contrasts(study, aa=True),
         rates(study, "prefill"),
         rates(study, "decode"),
         points(study),
@@ -90,24 +99,27 @@ _FRONTIER = Column("frontier", "context", text.tokens, True)
 _RATIO = Column("ratio", "ratio", text.ratio, True)
 
 
-def contrasts(study: Study) -> Table:
-    """Every question and its answer, comparisons of an arm with itself included."""
+def contrasts(study: Study, aa: bool = False) -> Table:
+    """Every question and its answer; or, for `aa`, the comparisons of an arm with itself."""
     columns = [
         Column("contrast", "question"), Column("phase", "phase"), _FRONTIER, _RATIO,
-        Column("interval", "95 % interval"), Column("verdict", "verdict"), Column("sure", "from"),
+        Column("interval", "95 % interval", text.plain, True), Column("verdict", "verdict"), Column("sure", "from"),
         Column("margin", "margin", text.percent, True), Column("detectable", "could see", _above_one, True),
         Column("reason", "why"),
     ]  # fmt: skip
     rows = [
         {
-            "contrast": f"{r.arm} / {r.reference}" + (" (A/A)" if r.aa else ""),
+            "contrast": f"{r.arm} / {r.reference}",
             "phase": r.phase, "frontier": r.frontier, "ratio": r.ratio, "interval": _interval(r.low, r.high, r.ratio),
             "verdict": r.verdict, "sure": text.count(r.units, r.unit), "margin": r.margin, "detectable": r.detectable,
             "reason": r.reason, "name": r.contrast, "arm": r.arm, "reference": r.reference, "low": r.low, "high": r.high,
             "units": r.units, "unit": r.unit, "aa": r.aa, "method": r.method, "check": r.check, "run_ids": r.run_ids,
         }
         for r in study.results
+        if r.aa == aa
     ]  # fmt: skip
+    if aa:
+        return Table("aa", "An arm against itself (A/A): the truth is 1", columns, rows, "No arm was compared with itself.")
     caption = "Contrasts: ratio of rates, above 1 means the first arm is faster"
     return Table("contrasts", caption, columns, rows, "These rows hold no contrasts.")
 
@@ -174,17 +186,19 @@ def gaps(study: Study) -> Table:
 def guard(study: Study) -> Table:
     """The quality guard of every contrast: what it compared and what it found."""
     columns = [
-        Column("contrast", "arm / reference"), Column("phase", "phase"), _FRONTIER, Column("name", "guard"),
+        Column("contrast", "arm / reference"), Column("phase", "phase"),
+        Column("frontiers", "context", text.frontier_list), Column("name", "guard"),
         Column("passed", "output right"), Column("found", "found"),
     ]  # fmt: skip
-    rows = []
+    groups: dict[str, dict[str, Any]] = {}
     for r in study.results:
-        if r.check:
+        if r.check and not r.aa:
             found = {k: v for k, v in flatten(r.check).items() if k not in ("name", "passed")}
-            rows.append(
-                {"contrast": f"{r.arm} / {r.reference}", "phase": r.phase, "frontier": r.frontier,
-                 "name": r.check.get("name"), "passed": _passed(r.check.get("passed")), "found": found}
-            )  # fmt: skip
+            row = {"contrast": f"{r.arm} / {r.reference}", "phase": r.phase, "name": r.check.get("name"),
+                   "passed": _passed(r.check.get("passed")), "found": found}  # fmt: skip
+            key = json.dumps(row, default=str)
+            groups.setdefault(key, row | {"frontiers": []})["frontiers"].append(r.frontier)
+    rows = list(groups.values())
     return Table("guard", "Quality guard: is the output still right?", columns, rows, "No quality guard ran in these rows.")
 
 

@@ -8,6 +8,7 @@ from typing import Any, Sequence
 from reports.facts import finite
 
 ABSENT = "–"
+NBSP = "\N{NO-BREAK SPACE}"
 
 GLOSSARY = (
     ("prefill", "Reading the prompt: all its tokens go through the model before the first answer token exists."),
@@ -28,6 +29,18 @@ GLOSSARY = (
 """Terms and their meaning, in reading order."""
 
 FLAGS = {
+    "swapping": "used swap grew while the point was measured",
+    "battery": "the machine ran on battery",
+    "low_power": "low-power mode was on",
+    "sentinel_slow": "the sentinel kernel was slower than the session's best; on a CPU nobody waits for it",
+    "serial": "arms were measured one after another, because two did not fit into memory",
+    "series": "a run for per-token times, never part of a rate",
+    "self_timed": "timed by the subject's own program, not by the common clock",
+    "walk_differs": "the walk and a straight prompt disagreed by more than the tolerance",
+    "resumed": "measured after the run was started again",
+    "retry": "to be tried again by the same command",
+    "crash": "the process died in this window",
+    "warmup": "warm-up, never part of a rate",
     "hot": "the sentinel kernel stayed slow after the longest wait: the device was warm",
     "loaded": "other work was running",
     "clock_jump": "the clock jumped inside the window; it was voided",
@@ -75,7 +88,11 @@ def number(value: Any, digits: int = 3) -> str:
 def ratio(value: Any) -> str:
     """A ratio of rates: ``1.23×``."""
     x = finite(value)
-    return ABSENT if x is None else f"{x:.3f}×" if abs(x - 1) < 0.1 else f"{x:.2f}×"
+    return ABSENT if x is None else f"{_ratio(x)}×"
+
+
+def _ratio(x: float) -> str:
+    return f"{x:.3f}" if abs(x) < 10 else number(x)
 
 
 def interval(low: Any, high: Any) -> str:
@@ -83,14 +100,13 @@ def interval(low: Any, high: Any) -> str:
     a, b = finite(low), finite(high)
     if a is None or b is None:
         return "no interval"
-    places = 3 if abs(a - 1) < 0.1 and abs(b - 1) < 0.1 else 2
-    return f"[{a:.{places}f}, {b:.{places}f}]"
+    return f"[{_ratio(a)}, {_ratio(b)}]"
 
 
 def percent(value: Any) -> str:
     """A share as percent."""
     x = finite(value)
-    return ABSENT if x is None else f"{number(100 * x, 2)} %"
+    return ABSENT if x is None else f"{number(100 * x, 2)}{NBSP}%"
 
 
 GAPS = {"oom": "out of memory", "missing": "not run", "timeout": "timed out", "error": "failed"}
@@ -107,7 +123,7 @@ def size(value: Any) -> str:
     x = finite(value)
     if x is None:
         return ABSENT
-    return f"{number(x / 2**30)} GiB" if x >= 2**30 else f"{number(x / 2**20)} MiB"
+    return f"{number(x / 2**30)}{NBSP}GiB" if x >= 2**30 else f"{number(x / 2**20)}{NBSP}MiB"
 
 
 def duration(nanoseconds: Any) -> str:
@@ -115,7 +131,7 @@ def duration(nanoseconds: Any) -> str:
     x = finite(nanoseconds)
     if x is None:
         return ABSENT
-    return f"{number(x / 1e9)} s" if x >= 1e9 else f"{number(x / 1e6)} ms"
+    return f"{number(x / 1e9)}{NBSP}s" if x >= 1e9 else f"{number(x / 1e6)}{NBSP}ms"
 
 
 def plain(value: Any) -> str:

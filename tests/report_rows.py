@@ -113,7 +113,8 @@ def _blocks(phase: str, frontier: int, session: int, blocks: int) -> list[Sample
             if phase == "decode" and frontier == 8192 and block == 0:
                 flags.append("hot")
             sentinel = {"sentinel_ns": 1_000_000 + 2000 * block}
-            row = sample(arm, phase, frontier, session, block, slot, flags=flags, extra=sentinel)
+            warm = {"warmup": {"rounds": 3, "elapsed_ns": [3_000, 1_100, 1_000], "capped": False}} if not block else {}
+            row = sample(arm, phase, frontier, session, block, slot, flags=flags, extra=sentinel | warm)
             if arm == "mlx_lm" and phase == "prefill" and frontier >= 65_536:
                 if block or slot != 1:
                     continue
