@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sweeps.points import Job, Point
+from sweeps.points import Arm, Job, Point
 from sweeps.rows import SampleRow, Status
 from sweeps.schedule import Cell, block_cells
 from sweeps.store import RETRY, Store, is_final
@@ -28,6 +28,7 @@ class Ledger:
         self._job, self._session, self._store, self._attempt = job, session, store, attempt
         self._finished = {key for key in store.finished() if key[2] == session}
         self._noted: set[tuple[str, str]] = set()
+        self._seen: set[tuple[str, str]] = set()
         self._series: set[tuple[str, str]] = set()
         self._errors: dict[tuple[str, str], int] = {}
         self._stopped: dict[tuple[str, str], str] = {}
@@ -48,7 +49,9 @@ class Ledger:
         return (point.key, arm) in self._series
 
     def append(self, row: SampleRow) -> None:
-        """Keep the row on disk and learn from it."""
+        """Keep the row on disk and learn from it. An error is marked to be tried again by the next invocation."""
+        if row.status == "error" and RETRY not in row.flags:
+            row.flags.append(RETRY)
         self._store.append(row)
         self._learn(row, fresh=True)
 
@@ -81,6 +84,15 @@ class Ledger:
         every = [cell for block in range(point.blocks) for cell in block_cells(self._job, self._session, point, block)]
         return [cell for cell in every if cell.arm in names and not self.is_finished(cell)]
 
+    def is_covered(self, point: Point, arm: Arm) -> bool:
+        """Whether the rows say all there is to say about `arm` at this point."""
+        key = (point.key, arm.name)
+        if arm.subject == "llama_bench":
+            return key in self._seen
+        if self.shut(point, arm.name) is not None:
+            return key in self._noted
+        return not self.pending(point, [arm.name])
+
     def _learn(self, row: SampleRow, fresh: bool = False) -> None:
         key = (row.point, row.arm)
         if row.check:
@@ -88,10 +100,12 @@ class Ledger:
         self._close_from(row)
         if row.session != self._session:
             return
+        self._seen.add(key)
         if row.series:
             self._series.add(key)
-        elif row.block < 0 or row.status != "ok":
-            self._noted |= {key} if is_final(row) else set()
+        elif row.status != "ok" and is_final(row):
+            self._noted.add(key)
+            self._stopped[key] = row.reason or row.status
         if row.block >= 0 and is_final(row):
             self._finished.add((row.point, row.arm, row.session, row.block, row.slot))
         if fresh and row.status not in ("ok", "skipped"):

@@ -1,0 +1,198 @@
+"""One job from its plan to its report: lock the device, one worker process a session, contrasts, report.
+
+A worker that dies leaves the window in flight as an error row with the signal; what is left of its session goes on in
+a new process, once. The same job run again goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+from sweeps import environment
+from sweeps.clock import Clock, SystemClock
+from sweeps.contrasts import contrast_rows
+from sweeps.ledger import CRASH, Ledger
+from sweeps.lock import DeviceBusy, device_lock
+from sweeps.points import Arm, Job, Point
+from sweeps.rows import SampleRow
+from sweeps.schedule import Cell
+from sweeps.store import RETRY, Store, write_job
+from sweeps.worker import STOPPED, in_flight_path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""Folder that workers start in, so that they find this project; paths in a job are absolute."""
+
+RESPAWNS = 2
+"""New processes a session may have after one died."""
+
+GRACE_SECONDS = 120.0
+"""How long past its budget and cap a worker may take before it is taken for stuck."""
+
+FAILURES = ("oom", "timeout", "error")
+
+
+class BadJob(ValueError):
+    """The worker refused the job; it has said why."""
+
+
+def run(job: Job) -> int:
+    """Measure `job`, answer its contrasts, build its report and print the report's path.
+
+    Returns:
+        0, 1 if a window failed or the report could not be built, or 2 if the job cannot run here as it is asked.
+
+    Raises:
+        KeyboardInterrupt: stopped by hand; rows are kept and the same job goes on later.
+    """
+    settings = job.settings
+    device = environment.accelerator_key()
+    try:
+        environment.refuse_weak_power(str(settings.get("sweep")), settings.get("allow"), environment.conditions())
+        wait = bool(settings.get("wait"))
+        with environment.awake(), device_lock(environment.runtime_dir(), device, job.run_id, wait=wait):
+            path = write_job(job)
+            sessions(job, path, SystemClock())
+    except BadJob:
+        return 2
+    except (DeviceBusy, environment.PowerRefused) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    store = Store(job.run_dir)
+    for row in contrast_rows(job, store.read().samples):
+        store.append(row)
+    failed = [row for row in store.read().samples if row.status in FAILURES]
+    for row in failed[:20]:
+        print(f"{row.phase} {row.frontier} {row.arm}: {row.status}: {row.reason}", file=sys.stderr)
+    built = report(job)
+    return 1 if failed or not built else 0
+
+
+def sessions(job: Job, path: Path, clock: Clock) -> None:
+    """Run every session in a process of its own, each with its share of what is left of the budget."""
+    attempt = uuid.uuid4().hex[:8]
+    start = clock.now_ns()
+    for session in range(job.sessions):
+        spent = (clock.now_ns() - start) / 1e9
+        budget = (job.budget_seconds - spent) / (job.sessions - session) if job.budget_seconds > 0 else float("inf")
+        run_session(job, path, session, max(budget, 0.0), attempt)
+
+
+def run_session(job: Job, path: Path, session: int, budget: float, attempt: str) -> None:
+    """Spawn workers until the session is done, or until one dies without getting anywhere."""
+    clock = SystemClock()
+    end = clock.now_ns() + budget * 1e9
+    reason = None
+    for _ in range(1 + RESPAWNS):
+        if not unfinished(job, session, attempt):
+            return
+        rows = len(Store(job.run_dir).read().samples)
+        left = max((end - clock.now_ns()) / 1e9, 0.0)
+        reason = _spawn(job, path, session, left, attempt)
+        if reason is None:
+            return
+        print(f"session {session + 1}: {reason}", file=sys.stderr)
+        known = len(Store(job.run_dir).read().samples)
+        in_flight = _record_in_flight(job, session, reason, attempt)
+        if not in_flight and known == rows:
+            break
+    _record_missing(job, session, reason or "", attempt)
+
+
+def unfinished(job: Job, session: int, attempt: str = "") -> bool:
+    """Whether a session has windows left to run, or reasons left to write."""
+    ledger = Ledger(job, session, Store(job.run_dir), attempt)
+    return not all(ledger.is_covered(point, arm) for point in job.points for arm in job.arms)
+
+
+def report(job: Job) -> bool:
+    """Build the report in a process of its own and print its path as the last line; False if that failed."""
+    command = [sys.executable, "-m", "reports", "build", job.run_dir]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        print(f"the report failed: {said[-1] if said else 'no message'}", file=sys.stderr)
+        print(f"the rows are kept; try again with:  python -m reports build {job.run_dir}", file=sys.stderr)
+        return False
+    page = Path(job.run_dir) / "report.html"
+    print(page if page.exists() else done.stdout.strip().splitlines()[-1])
+    return True
+
+
+def _spawn(job: Job, path: Path, session: int, budget: float, attempt: str) -> str | None:
+    """One worker process to its end; None if it ended by itself, else what became of it.
+
+    Raises:
+        BadJob, KeyboardInterrupt: it refused the job, or was stopped by hand.
+    """
+    command = [sys.executable, "-m", "sweeps.worker", str(path), "--session", str(session)]
+    command += ["--budget", str(budget), "--attempt", attempt]
+    limit = budget + job.cap_seconds + GRACE_SECONDS if job.cap_seconds > 0 and budget != float("inf") else None
+    worker = subprocess.Popen(command, cwd=ROOT)
+    try:
+        code = worker.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        worker.wait()
+        return f"the worker was stuck {GRACE_SECONDS:.0f} s beyond its budget and cap and was killed"
+    except KeyboardInterrupt:
+        _stop(worker)
+        raise
+    if code == STOPPED:
+        raise KeyboardInterrupt
+    if code == 2:
+        raise BadJob
+    if code in (0, 1):
+        return None
+    if code < 0:
+        return f"the worker was killed by {signal.Signals(-code).name}"
+    return f"the worker ended with code {code}"
+
+
+def _stop(worker: subprocess.Popen[bytes]) -> None:
+    """Let a worker finish its row; a terminal has sent it the interrupt too."""
+    worker.terminate()
+    try:
+        worker.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        worker.kill()
+        worker.wait()
+
+
+def _record_in_flight(job: Job, session: int, reason: str, attempt: str) -> bool:
+    """An error row for the window during which the worker died; False if none was running."""
+    path = in_flight_path(job, session)
+    try:
+        cell = Cell(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return False
+    path.unlink(missing_ok=True)
+    point = next(point for point in job.points if point.key == cell.point)
+    arm = next(arm for arm in job.arms if arm.name == cell.arm)
+    row = _row(job, session, point, arm, reason, cell.block, cell.slot)
+    row.flags, row.extra = [CRASH, RETRY], {"attempt": attempt}
+    Store(job.run_dir).append(row)
+    return True
+
+
+def _record_missing(job: Job, session: int, reason: str, attempt: str) -> None:
+    """An error row for every point and arm that still has windows to run."""
+    store = Store(job.run_dir)
+    ledger = Ledger(job, session, store, attempt)
+    for point in job.points:
+        for arm in job.arms:
+            if ledger.pending(point, [arm.name]):
+                row = _row(job, session, point, arm, f"not measured: {reason}", -1, -1)
+                row.flags = [RETRY]
+                store.append(row)
+
+
+def _row(job: Job, session: int, point: Point, arm: Arm, reason: str, block: int, slot: int) -> SampleRow:
+    return SampleRow(
+        run_id=job.run_id, session=session, point=point.key, arm=arm.name, arm_hash=arm.hash, subject=arm.subject,
+        phase=point.phase, frontier=point.frontier, block=block, slot=slot, status="error", reason=reason,
+    )  # fmt: skip

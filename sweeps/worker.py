@@ -1,0 +1,290 @@
+"""The worker process of one session: `python -m sweeps.worker JOB.json --session S`.
+
+It builds the arms, writes the row of this process, and measures. Progress and time left go to stderr. Exit codes:
+0 all windows went well, 1 some did not (the rows say which), 2 the job cannot be built, 70 the device refuses this
+process, 130 stopped by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import engine  # noqa: F401  (chooses the BLAS before MLX loads)
+from engine.config import ModelConfig
+from sweeps import environment, sentinel, subjects
+from sweeps.clock import Clock, SystemClock
+from sweeps.points import Arm, Job, Point
+from sweeps.prompts import Prompts, WordEncoder, digest
+from sweeps.rows import RunRow, SampleRow, Status
+from sweeps.schedule import Cell
+from sweeps.session import Session
+from sweeps.store import Store, read_job
+from sweeps.subjects.base import Subject, SubjectOutOfMemory, SubjectUnsupported
+from sweeps.window import DeviceLost, MlxDevice, NoDevice, Tools, one_line
+
+DEVICE_LOST = 70
+"""Exit code of a worker whose device takes no more work; a new process may go on."""
+
+STOPPED = 130
+"""Exit code of a worker that was stopped by hand."""
+
+PROGRESS_SECONDS = 5.0
+"""Least time between two lines of progress where stderr is no terminal."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure one session; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m sweeps.worker", description="One session of a sweep.")
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--session", type=int, required=True)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds this session may take")
+    parser.add_argument("--attempt", default="", help="names the invocation of the sweep")
+    given = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return work(read_job(given.job), given.session, given.budget, given.attempt)
+    except KeyboardInterrupt:
+        return STOPPED
+    except DeviceLost as error:
+        print(f"session {given.session}: the device takes no more work: {error}", file=sys.stderr)
+        return DEVICE_LOST
+    except ValueError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
+    """Build the arms of `job` and measure session `session`; 0, or 1 if a window failed.
+
+    Raises:
+        ValueError: the job cannot be built, in one line.
+        DeviceLost: the rest needs a new process.
+    """
+    clock = SystemClock()
+    start = clock.now_ns()
+    store = Store(job.run_dir)
+    shared = subjects.share(job)
+    made, absent = build(job, shared)
+    prompts = _prompts(job, shared)
+    row = _run_row(job, session, shared, made, prompts)
+    store.append(row)
+    for torn in store.read().torn:
+        print(f"{torn}: the last line was cut off; it is set aside and its window runs again", file=sys.stderr)
+    failed = _absent(store, job, session, absent)
+    failed |= _llama_bench(store, job, session)
+
+    progress = Progress(job, session, clock)
+    tools = Tools(
+        store=store,
+        prompts=prompts,
+        clock=clock,
+        sentinel=_sentinel(job, clock, row.machine),
+        device=NoDevice() if shared is None else MlxDevice(),
+        conditions=environment.conditions,
+        guard=_guard(made, job),
+        least=_least(job, shared),
+        report=progress.line,
+        in_flight=in_flight_file(job, session),
+    )
+    tools.sentinel.warm_up()
+    left = budget_seconds - (clock.now_ns() - start) / 1e9
+    measured = Session(job, session, made, tools, left, attempt)
+    progress.left = measured.left
+    try:
+        failed |= not measured.run()
+    finally:
+        end = environment.conditions()
+        row.conditions = {**row.conditions, "load_at_end": end["load"], "swap_at_end": end["swap"]}
+        row.conditions["spoiled"] = "; ".join(measured.spoiled) or "none"
+        store.append(row)
+    return int(failed)
+
+
+def build(job: Job, shared: Any) -> tuple[dict[str, Subject], dict[str, tuple[Status, str]]]:
+    """Subjects by arm name, and for each arm that cannot be built its status and reason."""
+    made: dict[str, Subject] = {}
+    absent: dict[str, tuple[Status, str]] = {}
+    for arm in job.arms:
+        if arm.subject == "llama_bench":
+            continue
+        try:
+            made[arm.name] = subjects.make(arm, job, shared)
+        except SubjectUnsupported as error:
+            absent[arm.name] = ("skipped", one_line(error))
+        except SubjectOutOfMemory as error:
+            absent[arm.name] = ("oom", one_line(error))
+    return made, absent
+
+
+class Progress:
+    """Lines on stderr: what was done last, time spent, time left. On a terminal one line is rewritten."""
+
+    def __init__(self, job: Job, session: int, clock: Clock) -> None:
+        self.left: Callable[[], float] = lambda: 1.0
+        self._head = f"session {session + 1}/{job.sessions}"
+        self._clock = clock
+        self._start = self._shown = clock.now_ns()
+        self._terminal = sys.stderr.isatty()
+
+    def line(self, text: str) -> None:
+        """Show `text`, if enough time has passed since the last line."""
+        now = self._clock.now_ns()
+        if (now - self._shown) / 1e9 < (0.2 if self._terminal else PROGRESS_SECONDS):
+            return
+        self._shown = now
+        spent = (now - self._start) / 1e9
+        share = 1 - self.left()
+        rest = f", about {_minutes(spent / share - spent)} left" if share > 0.02 else ""
+        begin, end = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+        print(f"{begin}{self._head} · {text} · {_minutes(spent)} spent{rest}", end=end, file=sys.stderr, flush=True)
+
+
+def in_flight_path(job: Job, session: int) -> Path:
+    """File that names the window in flight, for whoever finds the process dead."""
+    return Path(job.run_dir) / f"in_flight-{session}.json"
+
+
+def in_flight_file(job: Job, session: int) -> Callable[[Cell | None], None]:
+    """Keeps `in_flight_path` up to date; removed between windows."""
+    path = in_flight_path(job, session)
+
+    def tell(cell: Cell | None) -> None:
+        if cell is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_text(json.dumps(dataclasses.asdict(cell)))
+
+    return tell
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _prompts(job: Job, shared: Any) -> Prompts:
+    kind, seed = job.prompt.get("kind", "text"), int(job.prompt.get("seed", job.seed))
+    if shared is None:
+        vocabulary = min([int(arm.options.get("vocab", 256)) for arm in job.arms if arm.subject == "stub"], default=256)
+        return Prompts(WordEncoder(vocabulary), seed, kind)
+    vocabulary = shared.config.vocab_size
+    encoder = shared.tokenizer or WordEncoder(shared.real_vocab or vocabulary)
+    return Prompts(encoder, seed, kind, vocabulary)
+
+
+def _run_row(job: Job, session: int, shared: Any, made: Mapping[str, Subject], prompts: Prompts) -> RunRow:
+    machine = environment.machine()
+    if shared is not None and machine.get("device_kind") == "metal":
+        from sweeps.subjects.mlx_lm import set_wired_limit
+
+        machine["mlx_wired_limit"] = set_wired_limit()
+    arms = {name: subject.describe() for name, subject in made.items()}
+    model = {key: value for key, value in job.model.items() if not isinstance(value, (dict, list))}
+    return RunRow(
+        run_id=job.run_id,
+        session=session,
+        started=datetime.datetime.now(datetime.UTC).isoformat(),
+        argv=job.argv,
+        config=job.config,
+        config_hash=job.config_hash,
+        git=environment.git_state(),
+        machine=machine,
+        conditions=environment.conditions(),
+        model=model | (shared.facts() if shared is not None else {}) | {"arms": arms},
+        prompt=job.prompt | {"hash": digest(prompts.take(256, 0))},
+        project_version=_version(),
+    )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("lilybench")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _sentinel(job: Job, clock: Clock, machine: Mapping[str, Any]) -> sentinel.Sentinel:
+    accelerator = machine.get("device_kind") in ("metal", "cuda") and any(arm.subject != "stub" for arm in job.arms)
+    kernel = sentinel.device_kernel() if accelerator else sentinel.cpu_kernel()
+    return sentinel.Sentinel(kernel, clock, may_wait=accelerator)
+
+
+def _guard(made: Mapping[str, Subject], job: Job) -> Callable[[Point], Mapping[str, dict[str, Any]]] | None:
+    """The quality guard as results by arm name; None where no arm has a model to be wrong about."""
+    if all(arm.subject == "stub" for arm in job.arms):
+        return None
+    from sweeps import guard
+
+    return lambda point: guard.check(made, job, point)
+
+
+def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | None]]:
+    """Bytes and operations that a window must at least move and do, from the geometry."""
+    if shared is None:
+        return lambda point: (None, None)
+    from sweeps import forecast
+
+    config: ModelConfig = shared.config
+    itemsize = shared.dtype.size
+    weights = forecast.token_bytes(config, job.model.get("weights_bytes"), itemsize)
+
+    def least(point: Point) -> tuple[int | None, int | None]:
+        if point.phase == "prefill":
+            return None, int(forecast.prefill_flops(config, point.frontier))
+        step = weights + 2 * config.state_bytes(itemsize) + config.cache_bytes_per_token(itemsize) * point.frontier
+        scores = 4 * config.num_attention_heads * config.head_dim * len(config.attention_layers) * point.frontier
+        head = 2 * config.vocab_size * config.hidden_size
+        flops = forecast.active_flops(config) + scores + head
+        return point.decode_tokens * step, int(point.decode_tokens * flops)
+
+    return least
+
+
+def _absent(store: Store, job: Job, session: int, absent: Mapping[str, tuple[Status, str]]) -> bool:
+    """A row a point for each arm that could not be built; True if that is a failure."""
+    known = {(row.point, row.arm) for row in store.read().samples if row.session == session}
+    for arm in job.arms:
+        status, reason = absent.get(arm.name, ("ok", ""))
+        for point in job.points:
+            if arm.name in absent and (point.key, arm.name) not in known:
+                store.append(_whole_point(job, session, point, arm, status, reason))
+    return any(status == "oom" for status, _ in absent.values())
+
+
+def _whole_point(job: Job, session: int, point: Point, arm: Arm, status: Status, reason: str) -> SampleRow:
+    return SampleRow(
+        run_id=job.run_id, session=session, point=point.key, arm=arm.name, arm_hash=arm.hash, subject=arm.subject,
+        phase=point.phase, frontier=point.frontier, block=-1, slot=-1, status=status,
+        reason=point.skip.get(arm.name, reason),
+    )  # fmt: skip
+
+
+def _llama_bench(store: Store, job: Job, session: int) -> bool:
+    """Rows of arms that time themselves, at points that have none yet; True if one failed."""
+    failed = False
+    for arm in job.arms:
+        if arm.subject != "llama_bench":
+            continue
+        from sweeps.subjects.llama_bench import measure
+
+        done = {row.point for row in store.read().samples if (row.arm, row.session) == (arm.name, session)}
+        for point in job.points:
+            if arm.name in point.skip and point.key not in done:
+                store.append(_whole_point(job, session, point, arm, "skipped", ""))
+        todo = [point for point in job.points if point.key not in done and arm.name not in point.skip]
+        for row in measure(arm, job, session, todo) if todo else ():
+            store.append(row)
+            failed |= row.status not in ("ok", "skipped")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
