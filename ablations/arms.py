@@ -132,6 +132,7 @@ def _toggle(
     return Toggle(name, summary, off, on, made, tuple(phases.split()), needs, min_context)
 
 
+# Needs are met in this order: what asks for an own kernel comes before what any splitting variant can do.
 _ALL = (
     _toggle(
         "packed_dequant", "4-bit weights expanded inside the product, not into an array first", "off", "packed",
@@ -170,6 +171,16 @@ _ALL = (
         {"every": _OWN_ATTENTION}, "decode",
     ),
     _toggle(
+        "coalesced_cache", "neighbouring lanes read neighbouring words of the cache", "off", "coalesced",
+        {"off": {"decode_attention.lanes": "apart"}, "coalesced": {"decode_attention.lanes": "coalesced"}},
+        {"every": _OWN_ATTENTION}, "decode",
+    ),
+    _toggle(
+        "cache_layout", "keys and values in pages of a fixed size, not one growing array", "contiguous", "paged",
+        {name: {"cache.layout": name} for name in ("contiguous", "paged")},
+        {"paged": _PAGE_READERS},
+    ),
+    _toggle(
         "fixed_block_layout", "a fixed number of key blocks that grow, not a growing number of fixed chunks",
         "off", "blocks",
         {
@@ -189,16 +200,6 @@ _ALL = (
             "split": Setting({"decode_attention.split": "chunks"}, {"decode_attention.split": ("blocks",)}),
         },
         {"every": _SPLITTING_ATTENTION}, "decode",
-    ),
-    _toggle(
-        "cache_layout", "keys and values in pages of a fixed size, not one growing array", "contiguous", "paged",
-        {name: {"cache.layout": name} for name in ("contiguous", "paged")},
-        {"paged": _PAGE_READERS},
-    ),
-    _toggle(
-        "coalesced_cache", "neighbouring lanes read neighbouring words of the cache", "off", "coalesced",
-        {"off": {"decode_attention.lanes": "apart"}, "coalesced": {"decode_attention.lanes": "coalesced"}},
-        {"every": _OWN_ATTENTION}, "decode",
     ),
     _toggle(
         "device_token", "the chosen token goes into the next step on the device", "off", "device",
@@ -272,7 +273,12 @@ def expand(toggles: Mapping[str, Any], explicit: Mapping[str, Any] | None = None
     Raises:
         ArmError: an unknown toggle, value or field, or two settings that contradict each other (both are named).
     """
-    claims = {name: _Claim(value, f"{name}={value}") for name, value in flatten(explicit or {}).items()}
+    return nest({name: claim.value for name, claim in _claims(toggles, explicit or {}).items()})
+
+
+def _claims(toggles: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, _Claim]:
+    """What toggles and fields set by name ask for, by dotted field."""
+    claims = {name: _Claim(value, f"{name}={value}") for name, value in flatten(explicit).items()}
     for name in claims:
         _require_field(name)
     for name, value in toggles.items():
@@ -281,7 +287,7 @@ def expand(toggles: Mapping[str, Any], explicit: Mapping[str, Any] | None = None
         for field_name, field_value in setting.fields.items():
             claim = _Claim(field_value, f"toggle.{name}={_word(value)}", setting.also.get(field_name, ()))
             claims[field_name] = _agree(field_name, claims.get(field_name), claim)
-    return nest({name: claim.value for name, claim in claims.items()})
+    return claims
 
 
 def _word(value: Any) -> str:
@@ -383,18 +389,29 @@ def arm_config(
 ) -> EngineConfig:
     """A configuration from a base, toggles by name, and fields by name (nested or dotted), in that order.
 
-    What a toggle needs of the rest is changed with it (host routing gives up the single submission), unless a
-    toggle or field set it by name; `impossible` then tells.
+    What a toggle needs of the rest is changed with it (host routing gives up the single submission), unless that
+    would undo a field set by name or another toggle; `impossible` then tells.
 
     Raises:
         ArmError: as `expand`. ConfigError: a value of the wrong kind.
     """
-    named = flatten(expand(toggles or {}, fields))
-    config = _with(preset(base) if isinstance(base, str) else base, named)
-    for name, value in (toggles or {}).items():
-        switch = TOGGLES[name]
-        config, _ = _give_way(config, switch.requires[switch.key(value)], named)
-    return config
+    return _configured(preset(base) if isinstance(base, str) else base, toggles or {}, fields or {})[0]
+
+
+def _configured(
+    base: EngineConfig, toggles: Mapping[str, Any], fields: Mapping[str, Any]
+) -> tuple[EngineConfig, dict[str, _Claim]]:
+    """The configuration, and all that its toggles and fields ask for, needs included."""
+    claims = _claims(toggles, fields)
+    config = _with(base, {name: claim.value for name, claim in claims.items()})
+    for name in sorted(toggles, key=list(TOGGLES).index):
+        needs = TOGGLES[name].requires[TOGGLES[name].key(toggles[name])]
+        config, _ = _give_way(config, needs, claims)
+        values = flatten(config.to_dict())
+        for need in needs:
+            claim = _Claim(values[need.field], f"toggle.{name}", AnyBut(need.clashes))
+            claims.setdefault(need.field, claim)
+    return config, claims
 
 
 def _with(config: EngineConfig, fields: Mapping[str, Any]) -> EngineConfig:
@@ -402,12 +419,14 @@ def _with(config: EngineConfig, fields: Mapping[str, Any]) -> EngineConfig:
 
 
 def _give_way(
-    config: EngineConfig, needs: Iterable[Need], fixed: Iterable[str]
+    config: EngineConfig, needs: Iterable[Need], claims: Mapping[str, _Claim]
 ) -> tuple[EngineConfig, dict[str, Any]]:
-    """Change what clashes, except fields in `fixed`; also returns what was changed."""
-    values, fixed = flatten(config.to_dict()), set(fixed)
+    """Change what clashes, unless who asked for it would not accept that; also returns what was changed."""
+    values = flatten(config.to_dict())
     changed = {
-        need.field: need.value for need in needs if values[need.field] in need.clashes and need.field not in fixed
+        need.field: need.value
+        for need in needs
+        if values[need.field] in need.clashes and (need.field not in claims or need.value in claims[need.field].also)
     }
     return _with(config, changed), changed
 
@@ -550,9 +569,9 @@ def add_one_in(
     Raises:
         ArmError: an unknown toggle, value or preset.
     """
-    below = list(on_top_of)
-    start = arm_config(base, {other: "on" for other in below})
-    return _pair("+".join([base, *below, _label(name, value, against)]), name, value, against, start)
+    below = {other: "on" for other in on_top_of}
+    start, claims = _configured(preset(base), below, {})
+    return _pair("+".join([base, *below, _label(name, value, against)]), name, value, against, start, claims)
 
 
 def leave_one_out(name: str, value: Any = "on", against: Any = "off", base: str = "full") -> Pair:
@@ -561,7 +580,7 @@ def leave_one_out(name: str, value: Any = "on", against: Any = "off", base: str 
     Raises:
         ArmError: an unknown toggle, value or preset.
     """
-    return _pair(f"{base}-{_label(name, value, against)}", name, value, against, preset(base))
+    return _pair(f"{base}-{_label(name, value, against)}", name, value, against, preset(base), {})
 
 
 def _label(name: str, value: Any, against: Any) -> str:
@@ -569,11 +588,11 @@ def _label(name: str, value: Any, against: Any) -> str:
     return name if usual else f"{name}={_word(value)}:{_word(against)}"
 
 
-def _pair(label: str, name: str, value: Any, against: Any, start: EngineConfig) -> Pair:
+def _pair(label: str, name: str, value: Any, against: Any, start: EngineConfig, claims: Mapping[str, _Claim]) -> Pair:
     switch = toggle(name)
     keys = switch.key(value), switch.key(against)
     needs = [need for key in keys for need in switch.requires[key]]
-    start, shared = _give_way(start, needs, switch.fields)
+    start, shared = _give_way(start, needs, claims)
     arm, reference = (_with(start, switch.settings[key].fields) for key in keys)
     check_contrast(arm, reference, switch.fields)
     reasons = dict.fromkeys([*impossible(arm), *impossible(reference)])

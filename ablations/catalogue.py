@@ -353,4 +353,3 @@ def table(mlx: str) -> Table:
             return entry
     known = ", ".join(str(entry.baseline.mlx) for entry in TABLES)
     raise CatalogueError(f"no published table against MLX {mlx}; known: {known}")
-

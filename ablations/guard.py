@@ -106,9 +106,7 @@ class LogitGuard:
                 _position_figures(reference[rows], arm[rows], targets[rows], None if rerun is None else rerun[rows])
             )
 
-    def _require(
-        self, reference: np.ndarray, arm: np.ndarray, targets: np.ndarray, rerun: np.ndarray | None
-    ) -> None:
+    def _require(self, reference: np.ndarray, arm: np.ndarray, targets: np.ndarray, rerun: np.ndarray | None) -> None:
         if reference.ndim != 2:
             raise GuardError(f"reference logits have shape {reference.shape}; expected [positions, vocabulary]")
         for name, other in (("arm", arm), ("rerun", rerun)):
@@ -133,9 +131,7 @@ class LogitGuard:
         return _judge_logits(figures, self.thresholds)
 
 
-def quality_check(
-    chunks: Iterable[tuple[np.ndarray, ...]], thresholds: Thresholds | None = None
-) -> Check:
+def quality_check(chunks: Iterable[tuple[np.ndarray, ...]], thresholds: Thresholds | None = None) -> Check:
     """Run the logit guard over an iterator of ``(reference, arm, targets)`` or ``(…, rerun)``; see `LogitGuard`."""
     guard = LogitGuard(thresholds or Thresholds())
     for chunk in chunks:
@@ -456,9 +452,7 @@ def _end_faults(passes: EndToEnd | None, limits: SyntheticThresholds, figures: d
         return ["the baseline's end-to-end error is not finite, so there is nothing to compare with"]
     if arm <= max(limits.baseline_factor * baseline, limits.error_floor):
         return []
-    return [
-        f"end-to-end error {arm:.2e} is over {limits.baseline_factor} times the baseline's own {baseline:.2e}"
-    ]
+    return [f"end-to-end error {arm:.2e} is over {limits.baseline_factor} times the baseline's own {baseline:.2e}"]
 
 
 # -- greedy tokens --------------------------------------------------------------------------------

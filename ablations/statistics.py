@@ -72,9 +72,7 @@ def block_log_ratio(arm: Sequence[float], reference: Sequence[float]) -> float:
     return math.log(float(np.median(arm)) / float(np.median(reference)))
 
 
-def block_log_ratios(
-    windows: Iterable[Window], arm: str, reference: str
-) -> tuple[list[list[float]], list[str]]:
+def block_log_ratios(windows: Iterable[Window], arm: str, reference: str) -> tuple[list[list[float]], list[str]]:
     """Log ratios of all whole blocks, by session in order, and a reason for each block left out.
 
     A block that lost a window of one arm is left out: unequal counts no longer cancel drift. Sessions that keep
@@ -92,9 +90,7 @@ def block_log_ratios(
     for (session, block), sides in sorted(rates.items()):
         counts = len(sides[arm]), len(sides[reference])
         if counts[0] != counts[1]:
-            dropped.append(
-                f"session {session} block {block}: {counts[0]} windows of {arm}, {counts[1]} of {reference}"
-            )
+            dropped.append(f"session {session} block {block}: {counts[0]} windows of {arm}, {counts[1]} of {reference}")
             continue
         try:
             sessions[session].append(block_log_ratio(sides[arm], sides[reference]))
@@ -148,9 +144,7 @@ class Estimate:
     reason: str | None = None
 
 
-def paired_ratio(
-    blocks: Sequence[Sequence[float]], unit: Unit | None = None, margin: float = LEAST_MARGIN
-) -> Estimate:
+def paired_ratio(blocks: Sequence[Sequence[float]], unit: Unit | None = None, margin: float = LEAST_MARGIN) -> Estimate:
     """The effect of an arm from its block log ratios.
 
     Args:
@@ -373,9 +367,7 @@ class GateStage:
     untestable: tuple[str, ...]
 
 
-def gate_stage(
-    estimates: Mapping[str, Estimate], margins: Mapping[str, float], rate: float = 0.05
-) -> GateStage:
+def gate_stage(estimates: Mapping[str, Estimate], margins: Mapping[str, float], rate: float = 0.05) -> GateStage:
     """Test every contrast for a slowdown beyond its margin, adjusted for how many were tested.
 
     Raises:
@@ -424,9 +416,7 @@ def noise_from_samples(rows: Iterable[Mapping[str, Any]], arm: str, reference: s
     windows: dict[tuple[str, int], list[Window]] = defaultdict(list)
     for row in rows:
         if row["status"] == "ok" and row["block"] >= 0 and row["arm"] in (arm, reference):
-            windows[row["phase"], row["frontier"]].append(
-                Window(row["session"], row["block"], row["arm"], _rate(row))
-            )
+            windows[row["phase"], row["frontier"]].append(Window(row["session"], row["block"], row["arm"], _rate(row)))
     by_phase: dict[str, list[list[list[float]]]] = defaultdict(list)
     for (phase, _), group in sorted(windows.items()):
         sessions, _ = block_log_ratios(group, arm, reference)

@@ -66,7 +66,8 @@ def resampled(noise: dict, runs: int, sessions: int, blocks: int, seed: int, pro
     # property of that arm, and the truth stays exactly zero.
     start = rng.integers(length, size=(runs, sessions, segments, 1))
     mirror = rng.choice([-1.0, 1.0], size=start.shape)
-    drawn = (mirror * residuals[source, (start + np.arange(SEGMENT)) % length]).reshape(runs, sessions, -1)[..., :blocks]
+    drawn = mirror * residuals[source, (start + np.arange(SEGMENT)) % length]
+    drawn = drawn.reshape(runs, sessions, -1)[..., :blocks]
     offset = 0.0 if process else rng.normal(0, noise["sd_session"] or 0, (runs, sessions, 1))
     return drawn + offset
 
