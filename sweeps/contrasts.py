@@ -11,6 +11,9 @@ from sweeps.points import Contrast, Job, Point
 from sweeps.rows import ContrastRow, SampleRow, tokens_per_second
 from sweeps.store import RETRY
 
+MOST_MARGIN = 0.10
+"""Above this margin, which the A/A arms set, no two arms are called the same: the run cannot tell."""
+
 
 def contrast_rows(job: Job, samples: Sequence[SampleRow]) -> list[ContrastRow]:
     """Every contrast of the job at every point, with the margin that its A/A arm sets there."""
@@ -51,6 +54,9 @@ def _answer(job: Job, contrast: Contrast, point: Point, here: Sequence[SampleRow
     word, reason = verdict(estimate, margin, check, _unsupported(contrast, here))
     if word == "unclear" and (estimate is None or estimate.ratio is None):
         reason = _why_nothing(contrast, here) or reason
+    if word == "same" and margin > MOST_MARGIN:
+        word = "unclear"
+        reason = f"identical arms came apart by up to {margin:.0%} here, too much to call any two the same"
     # A blocked contrast has no speed: a fast wrong answer is not a measurement.
     shown = estimate if estimate is not None and word != "blocked" else None
     number: dict[str, Any] = {

@@ -63,9 +63,11 @@ def run(job: Job) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     store = Store(job.run_dir)
-    for row in contrast_rows(job, store.read().samples):
-        store.append(row)
-    failed = [row for row in store.read().samples if row.status in FAILURES]
+    tables = store.read()
+    for row in contrast_rows(job, tables.samples):
+        if row not in tables.contrasts:
+            store.append(row)
+    failed = [row for row in tables.samples if row.status in FAILURES]
     for row in failed[:20]:
         print(f"{row.phase} {row.frontier} {row.arm}: {row.status}: {row.reason}", file=sys.stderr)
     built = report(job)

@@ -60,6 +60,7 @@ class Context:
     Attributes:
         flags: conditions and sentinel. checks: the quality guard's results by arm. extra: facts of this block.
         first: facts for an arm's first row here. warm_capped: arms whose warm-up ended by its cap.
+        before: conditions before the point.
     """
 
     point: Point
@@ -68,6 +69,7 @@ class Context:
     extra: dict[str, Any] = field(default_factory=dict)
     first: dict[str, dict[str, Any]] = field(default_factory=dict)
     warm_capped: set[str] = field(default_factory=set)
+    before: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,9 +88,6 @@ class Session:
 
     Args:
         budget_seconds: hard cap on this session, from now. attempt: names this invocation of the command.
-
-    Attributes:
-        spoiled: points whose conditions were poor before or after, in words.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class Session:
         self.job, self.session, self.tools = job, session, tools
         self.ledger = Ledger(job, session, tools.store, attempt)
         self.live = [Live(a, subjects[a.name], _chunk(a, subjects[a.name])) for a in job.arms if a.name in subjects]
-        self.spoiled: list[str] = []
         self._attempt = attempt
         self._start = tools.clock.now_ns()
         self._budget = budget_seconds
@@ -543,18 +541,19 @@ class Session:
     def _enter(self, point: Point) -> Context:
         """The machine's condition before the first window of a point, for the flags of its rows."""
         before = self.tools.conditions()
-        context = Context(point, flags=condition_flags(before), checks=self._guarded.get(point.key, {}))
+        flags = condition_flags(before)
+        self._keep_conditions(point, "before", before, flags)
+        context = Context(point, flags, checks=self._guarded.get(point.key, {}), before=before)
         context.first = {live.name: {"conditions": before} for live in self.live}
-        self._spoil(point, "before", context.flags)
         return context
 
     def _leave(self, context: Context) -> None:
-        before = next((facts["conditions"] for facts in context.first.values() if "conditions" in facts), None)
-        self._spoil(context.point, "after", condition_flags(self.tools.conditions(), before))
+        after = self.tools.conditions()
+        self._keep_conditions(context.point, "after", after, condition_flags(after, context.before))
 
-    def _spoil(self, point: Point, when: str, flags: list[str]) -> None:
-        if flags:
-            self.spoiled.append(f"{when} {point.phase} {point.frontier}: {', '.join(flags)}")
+    def _keep_conditions(self, point: Point, when: str, record: dict[str, Any], flags: list[str]) -> None:
+        where = {"session": self.session, "point": point.key, "phase": point.phase, "frontier": point.frontier}
+        self.tools.store.put_conditions({**where, "when": when, "flags": flags, **record})
 
     def _guard(self, group: Group) -> None:
         """Quality guard for the points of a group, before any cache in it is worth keeping."""

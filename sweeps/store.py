@@ -60,6 +60,12 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
 
+    def put_conditions(self, record: Mapping[str, Any]) -> None:
+        """Keep the machine's condition before or after a point, as a line of ``conditions.jsonl``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "conditions.jsonl").open("a") as file:
+            file.write(json.dumps(record, separators=(",", ":"), default=_plain) + "\n")
+
     def read(self) -> Tables:
         """All rows. A window that was tried again counts once, by its last row; so does a contrast.
 

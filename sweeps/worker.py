@@ -99,13 +99,7 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
     left = budget_seconds - (clock.now_ns() - start) / 1e9
     measured = Session(job, session, made, tools, left, attempt)
     progress.left = measured.left
-    try:
-        failed |= not measured.run()
-    finally:
-        end = environment.conditions()
-        row.conditions = {**row.conditions, "load_at_end": end["load"], "swap_at_end": end["swap"]}
-        row.conditions["spoiled"] = "; ".join(measured.spoiled) or "none"
-        store.append(row)
+    failed |= not measured.run()
     return int(failed)
 
 
