@@ -296,6 +296,20 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     return parse_header(header, path, size - 8 - length)
 
 
+def read_mtp(path: Path, config: ModelConfig) -> dict[str, mx.array]:
+    """Draft-head tensors of a file of its own, by MLX name, with gains as they are used; unevaluated.
+
+    Raises:
+        CheckpointError: as `read_header`, or experts that do not fit `config`.
+    """
+    header, metadata = read_header(path)
+    tensors = {name if _kind(name) == "mtp" else f"mtp.{name}": info for name, info in header.items()}
+    inventory = Inventory(path.parent, config, {}, tensors, {}, "", metadata)
+    opened: Any = mx.load(str(path), format="safetensors")
+    arrays = {name: opened[info.name] for name, info in tensors.items()}
+    return _to_mlx(inventory, arrays, {}, None, mtp=True)
+
+
 def parse_header(header: Any, path: Path, data_bytes: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """As `read_header`, for a decoded header of a file with `data_bytes` bytes after it."""
     made: dict[str, TensorInfo] = {}

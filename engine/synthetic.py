@@ -152,13 +152,13 @@ class _Maker:
     def matrix(self, name: str, *shape: int, std: float | None = None, bits: int | None = None) -> None:
         """A matrix ``[..., out, in]`` with standard deviation `std` (default ``1 / sqrt(in)``)."""
         width = shape[-1]
-        std = width**-0.5 if std is None else std
+        spread = float(width**-0.5 if std is None else std)
         if self.bits is None:
-            self.put(f"{name}.weight", mx.random.normal(shape, scale=std, key=self.key(name)))
+            self.put(f"{name}.weight", mx.random.normal(shape, scale=spread, key=self.key(name)))
             return
         bits = self.bits if bits is None else bits
         levels = 2**bits
-        scale = std / math.sqrt((levels**2 - 1) / 12)
+        scale = spread / math.sqrt((levels**2 - 1) / 12)
         groups = (*shape[:-1], width // GROUP_SIZE)
         scales = mx.random.uniform(0.8 * scale, 1.2 * scale, groups, key=self.key(f"{name}.scales"))
         self.tensors[f"{name}.weight"] = _random_words((*shape[:-1], width * bits // 32), self.key(name))
