@@ -128,9 +128,10 @@ def fetch(
         FetchError: offline without a copy, no access, not enough disk, wrong sizes, a broken connection.
         CheckpointError: what arrived is no checkpoint that this engine reads.
     """
+    model = model or (MTP_MODEL if what == "mtp" else MODEL)
+    revision = revision or PINNED.get(model, "main")
     if what == "mtp":
-        return _fetch_mtp(model or MTP_MODEL, revision, into)
-    model = model or MODEL
+        return _fetch_mtp(model, revision, into)
     with _one_clear_error(model):
         return cached(model, revision) or _fetch_model(model, revision)
 
@@ -160,7 +161,7 @@ def cached(model: str | None = None, revision: str | None = None) -> Path | None
 # -- the model -----------------------------------------------------------------------------------
 
 
-def _fetch_model(model: str, revision: str | None) -> Path:
+def _fetch_model(model: str, revision: str) -> Path:
     commit = _commit(model, revision)
     files = _listing(model, commit)
     store = _store(model)
@@ -170,7 +171,7 @@ def _fetch_model(model: str, revision: str | None) -> Path:
     folder = store / "snapshots" / commit
     for file in small:
         _link(model, commit, file, folder)
-    if INDEX in files:
+    if (folder / INDEX).is_file():
         _check_index(folder / INDEX, files)
     with _Transfer(sum(f.size for f in large)) as transfer, ThreadPoolExecutor(_PARALLEL) as pool:
         try:
@@ -184,10 +185,11 @@ def _fetch_model(model: str, revision: str | None) -> Path:
         # The blob is in place, so the client only has to link it into the snapshot.
         _link(model, commit, file, folder)
     inspect(folder)
-    if revision is not None and not commit.startswith(revision):
+    if not commit.startswith(revision):
         # A branch or tag: kept as the client keeps it, so that the copy is found by that name offline.
-        (store / "refs").mkdir(exist_ok=True)
-        (store / "refs" / revision).write_text(commit)
+        ref = store / "refs" / revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
     return folder
 
 
@@ -200,9 +202,8 @@ def _link(model: str, commit: str, file: RemoteFile, folder: Path) -> None:
         )
 
 
-def _commit(model: str, revision: str | None) -> str:
+def _commit(model: str, revision: str) -> str:
     """Whole commit hash of a branch, a tag or the beginning of a hash."""
-    revision = revision or PINNED.get(model, "main")
     api = HfApi()
     if 7 <= len(revision) < 40 and all(c in "0123456789abcdef" for c in revision):
         for commit in api.list_repo_commits(model):
@@ -275,7 +276,7 @@ def _fetch_blob(model: str, commit: str, file: RemoteFile, store: Path, transfer
 # -- the draft head ------------------------------------------------------------------------------
 
 
-def _fetch_mtp(model: str, revision: str | None, into: Path | None) -> Path:
+def _fetch_mtp(model: str, revision: str, into: Path | None) -> Path:
     folder = into or cached()
     if folder is None:
         raise FetchError(f"{MODEL} is not in the cache {constants.HF_HUB_CACHE}; first: python -m engine fetch")
@@ -456,7 +457,9 @@ def _need_space(needed: int, folder: Path) -> None:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if needed > free:
+    if needed <= free:
+        Console(stderr=True).print(f"fetch: {needed:,} bytes to come, {folder} has {free:,} free", highlight=False)
+    else:
         raise FetchError(
             f"needs {needed:,} bytes, {folder} has {free:,} free; make room, or set HF_HOME to a folder on another disk"
         )
