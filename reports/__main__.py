@@ -4,16 +4,16 @@
     python -m reports compare A B            the same points in two runs
     python -m reports gate RUN               exit 0: no confirmed slowdown, 1: confirmed slowdown, 2: cannot tell
 
-A run is a folder as `python -m sweeps` leaves it. The path of what was written comes last on stdout. Bad input ends with
-one line on stderr and exit code 2.
+A run is a folder as `python -m sweeps` leaves it. The path of what was written comes last on stdout. Bad input ends
+with one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from reports.load import ReportError
 

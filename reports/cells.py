@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Literal, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,8 +22,9 @@ GapKind = Literal["skipped", "oom", "timeout", "error", "blocked", "missing"]
 class Cell:
     """One arm at one phase and frontier. Rates in tokens a second, sizes in bytes, times in nanoseconds.
 
-    low, high: 10th and 90th percentile over windows. session_medians: median rate of each session. bytes_per_second: least bytes over time, median.
-    gap: None, or why there is no number; `reason` then says more. failed: windows that did not end well.
+    low, high: 10th and 90th percentile over windows. session_medians: median rate of each session.
+    bytes_per_second, flops_per_second: least bytes and least arithmetic over time, median. bandwidth: of the device,
+    bytes a second. gap: None, or why there is no number; `reason` then says more. failed: windows that ended badly.
     """
 
     arm: str
@@ -191,12 +193,14 @@ def _result(row: ContrastRow, label: Labels, aa_arms: set[str]) -> Result:
     if verdict in ("faster", "slower", "same", "unclear") and row.check and row.check.get("passed") is not True:
         verdict, reason = "blocked", str(row.check.get("reason") or "the quality guard gave no pass")
     if verdict in ("faster", "slower", "same") and numbers[0] is None:
-        verdict, reason = "unclear", reason or "the row has a verdict but no ratio"
+        verdict, reason = "unclear", "the row has a verdict but no ratio"
     if verdict == "blocked":
         numbers = [None] * 4
     value, low, high, detectable = numbers
-    return Result(row.contrast, arm, reference, row.phase, row.frontier, verdict, reason, value, low, high,
-                  row.units, row.unit, finite(row.margin), detectable, row.method, row.check, aa, row.run_ids)  # fmt: skip
+    return Result(
+        row.contrast, arm, reference, row.phase, row.frontier, verdict, reason, value, low, high, row.units, row.unit,
+        finite(row.margin), detectable, row.method, row.check, aa, row.run_ids,
+    )  # fmt: skip
 
 
 def _failed(check: dict[str, Any]) -> bool:

@@ -83,7 +83,9 @@ def _table(left: Study, right: Study) -> tables.Table:
 def _compared(a: Cell, b: Cell) -> Compared:
     for name, cell in (("A", a), ("B", b)):
         if cell.median is None:
-            return Compared(None, None, None, f"{name}: {cell.gap or 'no rate'}" + (f", {cell.reason}" if cell.reason else ""))
+            return Compared(
+                None, None, None, f"{name}: {cell.gap or 'no rate'}" + (f", {cell.reason}" if cell.reason else "")
+            )
     ratio = (b.median or 0) / (a.median or math.inf)
     if min(len(a.session_medians), len(b.session_medians)) < 2:
         return Compared(ratio, None, None, "a run of one process: how much of this is noise cannot be told")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import matplotlib
 
@@ -29,12 +30,15 @@ from reports.facts import finite
 from sweeps.rows import Phase, SampleRow
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a07800", "#56b4e9", "#595959")
-"""Okabe and Ito's palette, told apart with the common forms of colour blindness; its yellow darkened to read on white."""
+"""Okabe and Ito's palette, told apart with the common forms of colour blindness; its yellow darkened for white."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 INK, GRID, SHADE = "#1c2733", "#d5dae0", "#e9edf1"
 PER_FIGURE = 5
 """Contrasts in one plot; more share the next one."""
+
+MARKS_AT_MOST = 1500
+"""Windows from which the drift plot draws lines in place of marks."""
 
 STYLE = {
     "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.grid": True, "axes.spines.right": False,
@@ -94,7 +98,14 @@ def limit(study: Study) -> Plot:
     for top in sorted({c.bandwidth / 1e9 for line in lines.values() for c in line if c.bandwidth}):
         canvas.axes.axhline(top, color=INK, linestyle=(0, (4, 2)), linewidth=1)
         label = f"memory bandwidth {text.number(top)} GB/s"
-        canvas.axes.annotate(label, (0.01, top), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        canvas.axes.annotate(
+            label,
+            (0.01, top),
+            xytext=(0, 2),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=8,
+        )
     canvas.from_zero()
     return canvas.finish(_range_words(lines, _gigabytes, "GB/s"))
 
@@ -147,7 +158,7 @@ def _ratio_page(study: Study, phase: Phase, groups: dict[str, list[Result]], pag
         x = [_x(r.frontier) + shift for r in known]
         y = [r.ratio or math.nan for r in known]
         arms = [[_arm_length(r, r.low, -1) for r in known], [_arm_length(r, r.high, 1) for r in known]]
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        style = _style(i)
         if known:
             axes.errorbar(x, y, yerr=arms, linestyle="none", capsize=2.5, elinewidth=1.2, **style)
             canvas.drawn = True
@@ -215,9 +226,15 @@ def drift(study: Study) -> Plot:
             for r in timed
             if study.label(r.run_id, r.arm) == arm and (arm, r.phase, r.frontier) in medians
         ]
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        style = _style(i)
         if mine:
-            above.plot(*zip(*mine), linestyle="none", markersize=3, **style)
+            # Thousands of marks would make the page heavy; a thin line holds as many points in a tenth of the bytes.
+            look: dict[str, Any] = (
+                {"linestyle": "none", "markersize": 3}
+                if len(timed) <= MARKS_AT_MOST
+                else {"linewidth": 0.6, "marker": ""}
+            )
+            above.plot(*zip(*mine), **(style | look))
             canvas.entry(arm, style)
             canvas.drawn = True
         spread += [y for _, y in mine]
@@ -231,7 +248,11 @@ def drift(study: Study) -> Plot:
     _shade_hot([above, below], study.rows.samples)
     for axes in (above, below):
         _session_lines(axes, study.rows.samples)
-    words = f"Windows took {text.number(min(spread))} to {text.number(max(spread))} of their cell's median" if spread else ""
+    words = (
+        f"Windows took {text.number(min(spread))} to {text.number(max(spread))} of their cell's median"
+        if spread
+        else ""
+    )
     return canvas.finish(words or "No window has a time", "Grey: windows flagged hot. Dotted: a new session.")
 
 
@@ -261,7 +282,7 @@ def warmup(study: Study) -> Plot:
         if not times or arm not in arms:
             continue
         i = arms.index(arm)
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        style = _style(i)
         axes.plot(range(1, len(times) + 1), [t / times[-1] for t in times], linewidth=0.8, markersize=3, **style)
         canvas.entry(arm, style)
         canvas.drawn = True
@@ -269,13 +290,17 @@ def warmup(study: Study) -> Plot:
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     if not canvas.drawn:
         return canvas.finish("The rows hold no warm-up times")
-    return canvas.finish(f"Up to {text.count(longest, 'round')}; the slowest took {text.number(slowest)} times the last")
+    return canvas.finish(
+        f"Up to {text.count(longest, 'round')}; the slowest took {text.number(slowest)} times the last"
+    )
 
 
 def _cell_medians(rows: Sequence[SampleRow], study: Study) -> dict[tuple[str, str, int], float]:
     times: dict[tuple[str, str, int], list[float]] = {}
     for row in rows:
-        times.setdefault((study.label(row.run_id, row.arm), row.phase, row.frontier), []).append(finite(row.elapsed_ns) or 0)
+        times.setdefault((study.label(row.run_id, row.arm), row.phase, row.frontier), []).append(
+            finite(row.elapsed_ns) or 0
+        )
     return {key: m for key, values in times.items() if (m := float(np.median(values))) > 0}
 
 
@@ -289,6 +314,11 @@ def _arms(study: Study) -> list[str]:
     return [arm for arm in study.arms if arm not in study.aa_arms]
 
 
+def _style(i: int) -> dict[str, Any]:
+    """Colour and shape of series number `i`."""
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+
+
 def _x(frontier: int) -> float:
     return math.log2(max(frontier, 1))
 
@@ -300,7 +330,8 @@ def _range_words(lines: dict[str, list[Cell]], value: Callable[[Cell], float | N
         if known:
             (low, at_low), (high, at_high) = min(known), max(known)
             said.append(
-                f"{arm}: {text.number(low)} {unit} at {text.tokens(at_low)}, {text.number(high)} at {text.tokens(at_high)}"
+                f"{arm}: {text.number(low)} {unit} at {text.tokens(at_low)}, "
+                f"{text.number(high)} at {text.tokens(at_high)}"
             )
     return "; ".join(said) or "No point has a number."
 
@@ -318,7 +349,7 @@ class _Canvas:
         self.drawn = False
         self._legend: dict[str, dict[str, Any]] = {}
         for axes in self.panels:
-            axes.yaxis.set_major_locator(MaxNLocator(6))
+            axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}" if abs(y) >= 100 else f"{y:.6g}")
         if self.frontiers:
             bottom = self.panels[-1]
@@ -332,7 +363,7 @@ class _Canvas:
 
     def line(self, axes: Axes, i: int, label: str, frontiers: Sequence[int], values: Sequence[float | None]) -> None:
         """A line with markers over the frontiers, broken where there is no value."""
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        style = _style(i)
         y = [math.nan if v is None else v for v in values]
         axes.plot([_x(f) for f in frontiers], y, **style)
         self.drawn = self.drawn or any(v is not None for v in values)
@@ -358,7 +389,9 @@ class _Canvas:
         for cell in line:
             if cell.gap:
                 shift = (offset - (of - 1) / 2) * 0.22
-                self.cross(i, cell.frontier, shift, f"{arm} at {text.tokens(cell.frontier)}: {text.gap(cell.gap)}", cell.reason)
+                self.cross(
+                    i, cell.frontier, shift, f"{arm} at {text.tokens(cell.frontier)}: {text.gap(cell.gap)}", cell.reason
+                )
 
     def cross(self, i: int, frontier: int, shift: float, what: str, reason: str) -> None:
         """One missing point: a cross on a hatched strip, with the number of its note."""
@@ -376,12 +409,15 @@ class _Canvas:
                 axes.set_yticks([])
             self.axes.annotate("no data", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", fontsize=14)
         if self._legend:
-            handles = [
-                Line2D([], [], linestyle="none", **style) for style in self._legend.values()
-            ]
+            handles = [Line2D([], [], linestyle="none", **style) for style in self._legend.values()]
             # A label that starts with an underscore is left out of a legend; a thin space in front keeps it in.
             labels = [f"\u200a{_short(label)}" for label in self._legend]
-            self.figure.legend(handles, labels, loc="outside upper left", ncols=2 if len(labels) < 5 else 3, fontsize=8.5)
+            self.figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=8.5, handletextpad=0.1)
+        # Laid out once; left in place, the engine would lay out and draw again for each file.
+        engine = self.figure.get_layout_engine()
+        if engine:
+            engine.execute(self.figure)
+        self.figure.set_layout_engine(None)
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", metadata={"Software": None})
         vector = io.StringIO()

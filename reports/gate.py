@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from scipy import special
 
@@ -50,7 +50,9 @@ def _confirm(
         raise ReportError(f"{fresh[0]}: a confirmation needs sessions of its own; run the same command again")
     places = {facts.signature(run) for run in seen.rows.runs}
     other = [run.run_id for run in again.rows.runs if facts.signature(run) not in places]
-    problems = [f"{name}: another machine, model or version than the run it should confirm" for name in dict.fromkeys(other)]
+    problems = [
+        f"{name}: another machine, model or version than the run it should confirm" for name in dict.fromkeys(other)
+    ]
     found = {name: _estimate(r) for name, r in _judged(again).items() if r.verdict != "blocked"}
     return confirm_stage(first, {} if problems else found, margins), problems
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -74,7 +75,9 @@ def write(out: Path, files: dict[str, str | bytes]) -> None:
             data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
             path.write_bytes(data)
         except OSError as error:
-            raise ReportError(f"{path}: cannot be written ({error.strerror}); give another folder with --output") from None
+            raise ReportError(
+                f"{path}: cannot be written ({error.strerror}); give another folder with --output"
+            ) from None
 
 
 def render(template: str, context: dict[str, Any]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 from reports import facts, text
-from reports.cells import Cell, Result, Study
+from reports.cells import PHASES, Cell, Result, Study
 from sweeps.rows import RunRow
 
 VERDICTS = ("faster", "slower", "same", "unclear", "blocked", "unsupported")
@@ -60,14 +61,17 @@ def _sentence(first: Result, found: dict[str, list[int]], word: str) -> str:
         return f"{phase}: {arm} against {reference} depends on the context: {'; '.join(parts)}."
     at = sorted({f for frontiers in found.values() for f in frontiers})
     where = f"at all {len(at)} context lengths" if len(at) > 1 else f"at {text.frontier_list(at)} tokens"
-    return f"{phase}: " + {
-        "faster": f"{arm} is faster than {reference} {where}.",
-        "slower": f"{arm} is slower than {reference} {where}.",
-        "same": f"{arm} is as fast as {reference}, within the margin, {where}.",
-        "unclear": f"this run cannot tell whether {arm} is faster than {reference} {where}.",
-        "blocked": f"no speed is given for {arm} {where}: its output failed the quality guard.",
-        "unsupported": f"{arm} against {reference} cannot run here{_because(first.reason)}.",
-    }[word]
+    return (
+        f"{phase}: "
+        + {
+            "faster": f"{arm} is faster than {reference} {where}.",
+            "slower": f"{arm} is slower than {reference} {where}.",
+            "same": f"{arm} is as fast as {reference}, within the margin, {where}.",
+            "unclear": f"this run cannot tell whether {arm} is faster than {reference} {where}.",
+            "blocked": f"no speed is given for {arm} {where}: its output failed the quality guard.",
+            "unsupported": f"{arm} against {reference} cannot run here{_because(first.reason)}.",
+        }[word]
+    )
 
 
 def _because(reason: str) -> str:
@@ -111,11 +115,13 @@ def _still_right(group: Sequence[Result]) -> str:
     passed = sum(v is True for v in verdicts)
     if not passed:
         return "not checked: no quality guard ran"
-    return f"yes: quality guard passed{by}" if passed == len(group) else f"checked at {passed} of {len(group)} points{by}"
+    return (
+        f"yes: quality guard passed{by}" if passed == len(group) else f"checked at {passed} of {len(group)} points{by}"
+    )
 
 
 def limit(line: Sequence[Cell]) -> str:
-    """How near decoding comes to the memory bandwidth by the least bytes it must move; for prefill, least arithmetic."""
+    """How near decoding comes to the memory bandwidth by the least bytes it moves; for prefill, least arithmetic."""
     if line and line[0].phase == "prefill":
         return _compute_limit(line)
     known = [c for c in line if c.bytes_per_second]
@@ -135,7 +141,9 @@ def _compute_limit(line: Sequence[Cell]) -> str:
     if not known:
         return "not measured: the rows hold no least arithmetic for it"
     best, at = max(known)
-    return f"{text.number(best / 1e12)} TFLOP/s of least arithmetic at {text.tokens(at)}; peak of the device not measured"
+    return (
+        f"{text.number(best / 1e12)} TFLOP/s of least arithmetic at {text.tokens(at)}; peak of the device not measured"
+    )
 
 
 def noise(study: Study) -> str:
@@ -179,7 +187,7 @@ def warnings(runs: Sequence[RunRow], study: Study) -> list[str]:
         )
     if any(facts.is_synthetic(run) for run in runs):
         said.append(
-            "Synthetic weights: they are random, so the text means nothing and expert routing is not that of real text. "
+            "Synthetic weights: they are random, so the text means nothing and experts are not chosen as in real text. "
             "Output is checked layer by layer."
         )
     if len({facts.signature(run) for run in runs}) > 1:
@@ -212,7 +220,8 @@ def _place(group: list[RunRow]) -> dict[str, str]:
     return {
         "Device": facts.chip_name(run) + (f" ({kind})" if kind else "") + (f", {text.size(memory)}" if memory else ""),
         "Model": f"{text.one_line(facts.model_name(run))}, weights {weights}",
-        "Engine": f"lilybench {run.project_version} on mlx {facts.version(run, 'mlx')}" + (f" ({wheel})" if wheel else ""),
+        "Engine": f"lilybench {run.project_version} on mlx {facts.version(run, 'mlx')}"
+        + (f" ({wheel})" if wheel else ""),
         "Baseline": f"mlx-lm {facts.version(run, 'mlx_lm')} on mlx {facts.version(run, 'mlx')}",
         "Date": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
         "Sessions": text.count(len({(r.run_id, r.session) for r in group}), "session"),
@@ -224,6 +233,8 @@ def requested_against_executed(study: Study) -> list[dict[str, Any]]:
     asked = _requested(study)
     ran: dict[tuple[str, str, str], dict[tuple[str, str], int]] = {}
     for row in study.rows.samples:
+        if row.phase not in PHASES:
+            continue
         arm = study.label(row.run_id, row.arm)
         for item in row.executed:
             key = (arm, row.phase, text.plain(item.get("op")))
@@ -246,7 +257,8 @@ def requested_against_executed(study: Study) -> list[dict[str, Any]]:
                 "agrees": "free choice" if free else "yes" if names == {want} else "NO",
             }
         )
-    return table
+    order = {arm: i for i, arm in enumerate(study.arms)}
+    return sorted(table, key=lambda row: (order.get(row["arm"], len(order)), PHASES.index(row["phase"])))
 
 
 def _requested(study: Study) -> dict[tuple[str, str], str]:

@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any
 
 from reports import text
 from reports.cells import Study
@@ -44,7 +45,10 @@ class Table:
         """The table as Markdown, or the word that stands for an empty one."""
         if not self.rows:
             return f"{text.markdown(self.caption)}: {text.markdown(self.empty)}"
-        lines = [[text.markdown(c.heading) for c in self.columns], ["---:" if c.numeric else "---" for c in self.columns]]
+        lines = [
+            [text.markdown(c.heading) for c in self.columns],
+            ["---:" if c.numeric else "---" for c in self.columns],
+        ]
         lines += [[text.markdown(cell) for cell in row] for row in self.cells()]
         return f"*{text.markdown(self.caption)}*\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -109,17 +113,19 @@ def contrasts(study: Study, aa: bool = False) -> Table:
     ]  # fmt: skip
     rows = [
         {
-            "contrast": f"{r.arm} / {r.reference}",
-            "phase": r.phase, "frontier": r.frontier, "ratio": r.ratio, "interval": _interval(r.low, r.high, r.ratio),
-            "verdict": r.verdict, "sure": text.count(r.units, r.unit), "margin": r.margin, "detectable": r.detectable,
-            "reason": r.reason, "name": r.contrast, "arm": r.arm, "reference": r.reference, "low": r.low, "high": r.high,
-            "units": r.units, "unit": r.unit, "aa": r.aa, "method": r.method, "check": r.check, "run_ids": r.run_ids,
+            "contrast": f"{r.arm} / {r.reference}", "phase": r.phase, "frontier": r.frontier, "ratio": r.ratio,
+            "interval": _interval(r.low, r.high, r.ratio), "verdict": r.verdict, "sure": text.count(r.units, r.unit),
+            "margin": r.margin, "detectable": r.detectable, "reason": r.reason, "name": r.contrast, "arm": r.arm,
+            "reference": r.reference, "low": r.low, "high": r.high, "units": r.units, "unit": r.unit, "aa": r.aa,
+            "method": r.method, "check": r.check, "run_ids": r.run_ids,
         }
         for r in study.results
         if r.aa == aa
     ]  # fmt: skip
     if aa:
-        return Table("aa", "An arm against itself (A/A): the truth is 1", columns, rows, "No arm was compared with itself.")
+        return Table(
+            "aa", "An arm against itself (A/A): the truth is 1", columns, rows, "No arm was compared with itself."
+        )
     caption = "Contrasts: ratio of rates, above 1 means the first arm is faster"
     return Table("contrasts", caption, columns, rows, "These rows hold no contrasts.")
 
@@ -175,19 +181,27 @@ def _flags(flags: dict[str, int]) -> str:
 
 def gaps(study: Study) -> Table:
     """What is missing, and why."""
-    columns = [Column("arm", "arm"), Column("phase", "phase"), _FRONTIER, Column("kind", "what", text.gap), Column("reason", "why")]
+    columns = [
+        Column("arm", "arm"),
+        Column("phase", "phase"),
+        _FRONTIER,
+        Column("kind", "what", text.gap),
+        Column("reason", "why"),
+    ]
     rows = [
         {"arm": c.arm, "phase": c.phase, "frontier": c.frontier, "kind": c.gap or "partly failed", "reason": c.reason}
         for c in study.gaps()
     ]
-    return Table("gaps", "Points without a number, or with failed windows", columns, rows, "Nothing was skipped or failed.")
+    return Table(
+        "gaps", "Points without a number, or with failed windows", columns, rows, "Nothing was skipped or failed."
+    )
 
 
 def guard(study: Study) -> Table:
     """The quality guard of every contrast: what it compared and what it found."""
     columns = [
         Column("contrast", "arm / reference"), Column("phase", "phase"),
-        Column("frontiers", "context", text.frontier_list), Column("name", "guard"),
+        Column("context", "context"), Column("name", "guard"),
         Column("passed", "output right"), Column("found", "found"),
     ]  # fmt: skip
     groups: dict[str, dict[str, Any]] = {}
@@ -198,8 +212,13 @@ def guard(study: Study) -> Table:
                    "passed": _passed(r.check.get("passed")), "found": found}  # fmt: skip
             key = json.dumps(row, default=str)
             groups.setdefault(key, row | {"frontiers": []})["frontiers"].append(r.frontier)
-    rows = list(groups.values())
-    return Table("guard", "Quality guard: is the output still right?", columns, rows, "No quality guard ran in these rows.")
+    rows = [
+        row | {"context": text.frontier_list(row["frontiers"], study.frontiers.get(row["phase"], []))}
+        for row in groups.values()
+    ]
+    return Table(
+        "guard", "Quality guard: is the output still right?", columns, rows, "No quality guard ran in these rows."
+    )
 
 
 def _passed(value: Any) -> str:
@@ -230,7 +249,11 @@ def environment(runs: Sequence[RunRow]) -> Table:
             where = facts.setdefault(name, {}).setdefault(_fact(name, value), [])
             where.append(f"{run.run_id} session {run.session}")
     rows = [
-        {"fact": name, "value": value, "where": "all" if len(values) == 1 and len(where) == len(runs) else ", ".join(where)}
+        {
+            "fact": name,
+            "value": value,
+            "where": "all" if len(values) == 1 and len(where) == len(runs) else ", ".join(where),
+        }
         for name, values in facts.items()
         for value, where in values.items()
     ]
@@ -247,11 +270,13 @@ def _fact(name: str, value: Any) -> str:
 def sessions(runs: Sequence[RunRow]) -> Table:
     """What changed from process to process: power, heat, load, swap."""
     names = list(dict.fromkeys(name for run in runs for name in flatten(run.conditions)))
-    columns = [Column("run_id", "run"), Column("session", "session", text.plain, True), Column("started", "started, UTC")]
-    columns += [Column(name, name.replace("_", " ")) for name in names]
-    rows = [
-        {"run_id": r.run_id, "session": r.session, "started": r.started} | flatten(r.conditions) for r in runs
+    columns = [
+        Column("run_id", "run"),
+        Column("session", "session", text.plain, True),
+        Column("started", "started, UTC"),
     ]
+    columns += [Column(name, name.replace("_", " ")) for name in names]
+    rows = [{"run_id": r.run_id, "session": r.session, "started": r.started} | flatten(r.conditions) for r in runs]
     return Table("sessions", "Conditions by process", columns, rows, "These rows hold no process.")
 
 
@@ -292,5 +317,3 @@ def differences(a: Sequence[RunRow], b: Sequence[RunRow]) -> list[dict[str, str]
         if left != right:
             rows.append({"fact": name, "a": "; ".join(left) or text.ABSENT, "b": "; ".join(right) or text.ABSENT})
     return rows
-
-

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from reports.facts import finite
 
@@ -21,10 +22,16 @@ GLOSSARY = (
     ("arm", "One configuration of one program: the engine with its toggles set in one way, or MLX-LM."),
     ("contrast", "One question: is this arm faster than that reference arm, at one phase and one frontier?"),
     ("margin", "The smallest difference that counts; taken from comparing an arm with itself (A/A)."),
-    ("verdict", "faster or slower: the 95 % interval lies wholly beyond the margin. same: the 90 % interval lies "
-     "inside it. unclear: neither. blocked: the quality guard failed, so no speed is given. unsupported: an arm "
-     "cannot run here."),
-    ("quality guard", "The check, on the very path that is timed, that the arm still computes what the reference does."),
+    (
+        "verdict",
+        "faster or slower: the 95 % interval lies wholly beyond the margin. same: the 90 % interval lies "
+        "inside it. unclear: neither. blocked: the quality guard failed, so no speed is given. unsupported: an arm "
+        "cannot run here.",
+    ),
+    (
+        "quality guard",
+        "The check, on the very path that is timed, that the arm still computes what the reference does.",
+    ),
 )
 """Terms and their meaning, in reading order."""
 
@@ -58,7 +65,7 @@ def tokens(frontier: int) -> str:
 
 
 def frontier_list(frontiers: Sequence[int], tested: Sequence[int] = ()) -> str:
-    """Several context lengths in order: ``256``, ``256 and 1K``; three and more neighbours in `tested`: ``256 to 1K``."""
+    """Context lengths in order: ``256``, ``256 and 1K``; three or more neighbours in `tested`: ``256 to 1K``."""
     order = sorted(set(tested) | set(frontiers))
     runs: list[list[int]] = []
     for f in sorted(set(frontiers)):
@@ -151,7 +158,9 @@ def plain(value: Any) -> str:
 
 def one_line(text: str) -> str:
     """`text` without line breaks and control characters, which would break tables and titles."""
-    return re.sub(r"\s+", " ", "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)).strip()
+    return re.sub(
+        r"\s+", " ", "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    ).strip()
 
 
 def markdown(value: Any) -> str:

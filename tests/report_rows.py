@@ -42,12 +42,15 @@ def run_row(session: int = 0, run_id: str = "r1", **changes: Any) -> RunRow:
     return RunRow(**(values | changes))
 
 
-def sample(arm: str, phase: str, frontier: int, session: int = 0, block: int = 0, slot: int = 0, **changes: Any) -> SampleRow:
-    """One timed window at a plausible speed; `seconds` overrides its time."""
+def sample(
+    arm: str, phase: str, frontier: int, session: int = 0, block: int = 0, slot: int = 0, **changes: Any
+) -> SampleRow:
+    """One timed window at a plausible speed; `changes` are fields to set."""
     subject = "mlx_lm" if arm.startswith("mlx_lm") else "engine"
     work = frontier if phase == "prefill" else 63
     noise = random.Random(f"{arm} {phase} {frontier} {session} {block} {slot}").gauss(0, 0.008)
     rate = speed(arm, phase, frontier) * math.exp(noise)
+    passes = work if phase == "decode" else 1 + frontier // 2048
     executed = [
         {"op": "experts", "variant": "packed" if subject == "engine" else "mlx", "tile": "32x64", "calls": 40},
         {"op": "gated_delta", "variant": "registers" if subject == "engine" else "mlx", "tile": None, "calls": 30},
@@ -57,7 +60,7 @@ def sample(arm: str, phase: str, frontier: int, session: int = 0, block: int = 0
         "subject": subject, "phase": phase, "frontier": frontier, "block": block, "slot": slot, "status": "ok",
         "work_tokens": work, "elapsed_ns": int(work / rate * 1e9), "enqueue_ns": 1000,
         "peak_bytes": 20 * GIB + frontier * 40_000, "active_bytes": 19 * GIB + frontier * 20_480,
-        "footprint_bytes": 21 * GIB + frontier * 40_000, "least_bytes": (work if phase == "decode" else 1 + frontier // 2048) * (2 * GIB + frontier * 20_480),
+        "footprint_bytes": 21 * GIB + frontier * 40_000, "least_bytes": passes * (2 * GIB + frontier * 20_480),
         "least_flops": work * 6_000_000_000, "chunks": [min(frontier, 2048)] * max(1, frontier // 2048),
         "executed": executed, "tokens_hash": "t0",
     }  # fmt: skip
@@ -99,8 +102,8 @@ def realistic(sessions: int = 2, blocks: int = 2) -> tuple[list[RunRow], list[Sa
     for phase in ("prefill", "decode"):
         for frontier in FRONTIERS:
             if not (phase == "prefill" and frontier > 65_536):
-                contrasts.append(contrast(phase, frontier))
-            even = {"ratio": 1.001, "low": 0.995, "high": 1.007, "verdict": "same"}
+                contrasts.append(contrast(phase, frontier, units=sessions))
+            even = {"ratio": 1.001, "low": 0.995, "high": 1.007, "verdict": "same", "units": sessions}
             contrasts.append(contrast(phase, frontier, "full", "full_aa", **even))
     return runs, samples, contrasts
 

@@ -42,7 +42,11 @@ def small(tmp_path: Path, frontiers: list[int], **changes) -> Study:
 def test_every_frontier_is_labelled(seen: Study) -> None:
     ten = ["256", "512", "1K", "2K", "4K", "8K", "16K", "32K", "64K", "128K"]
     assert len(FRONTIERS) == len(ten)
-    for plot in (drawn(figures.rate, seen, "prefill"), drawn(figures.memory, seen), *drawn(figures.ratios, seen, "prefill")):
+    for plot in (
+        drawn(figures.rate, seen, "prefill"),
+        drawn(figures.memory, seen),
+        *drawn(figures.ratios, seen, "prefill"),
+    ):
         assert labels(plot)[: len(ten)] == ten or [t for t in labels(plot) if t in ten] == ten
 
 

@@ -94,7 +94,7 @@ def test_first_screen_answers(built: Path) -> None:
     assert "Decode: full is faster than mlx_lm at all 10 context lengths." in first
     assert "faster at 256 to 16K; slower at 32K and 64K" in first
     assert "1.284× [1.265, 1.303]" in first
-    assert "5 sessions, each a fresh process" in first
+    assert "2 sessions, each a fresh process" in first
     assert "quality guard passed" in first
     assert "of the memory bandwidth" in first
     for fact in ("Apple M9 Max", "Qwen3.6-35B-A3B-4bit", "mlx 0.32.4", "mlx-lm 0.32.2", "2026-11-30"):
@@ -115,7 +115,9 @@ def test_html_stands_alone_and_is_well_formed(built: Path) -> None:
     assert not re.search(r"url\((?!#)", source)
     plots = [attributes for tag, attributes in parsed.attributes if tag == "svg"]
     assert len(plots) == 9
-    assert all(a.get("role") == "img" and all(i in parsed.ids for i in str(a["aria-labelledby"]).split()) for a in plots)
+    assert all(
+        a.get("role") == "img" and all(i in parsed.ids for i in str(a["aria-labelledby"]).split()) for a in plots
+    )
     assert parsed.tags["table"] == parsed.tags["caption"]
     assert all(after - before <= 1 for before, after in zip([0, *parsed.headings], parsed.headings))
     assert "prefers-color-scheme: dark" in source and "@media print" in source
@@ -167,7 +169,9 @@ def test_same_rows_same_bytes(tmp_path: Path) -> None:
     for seed in ("1", "2"):
         folder = rows.write_run(tmp_path / seed / "r1", *rows.realistic(1, 1))
         command = [sys.executable, "-m", "reports", "build", str(folder)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
         assert done.stdout.splitlines()[-1] == str(folder / "report.html"), done.stderr
         made.append({p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()})
     assert made[0].keys() == made[1].keys()
@@ -239,7 +243,9 @@ def test_blocked_arm_has_no_speed_anywhere(tmp_path: Path) -> None:
 
 
 def test_executed_other_than_requested_is_marked(tmp_path: Path) -> None:
-    arms = [{"name": "full", "subject": "engine", "config": {"experts": {"variant": "expand"}, "gated_delta": "registers"}}]
+    arms = [
+        {"name": "full", "subject": "engine", "config": {"experts": {"variant": "expand"}, "gated_delta": "registers"}}
+    ]
     job = {"run_id": "r1", "arms": arms, "points": []}
     folder = rows.write_run(tmp_path / "r", *one_point(), job=job)
     build([folder])
@@ -250,7 +256,10 @@ def test_executed_other_than_requested_is_marked(tmp_path: Path) -> None:
 
 def test_planned_point_without_rows_is_a_gap(tmp_path: Path) -> None:
     arms = [{"name": "full", "subject": "engine"}, {"name": "mlx_lm", "subject": "mlx_lm"}]
-    points = [{"phase": "decode", "frontier": 256}, {"phase": "decode", "frontier": 512, "skip": {"mlx_lm": "budget spent"}}]
+    points = [
+        {"phase": "decode", "frontier": 256},
+        {"phase": "decode", "frontier": 512, "skip": {"mlx_lm": "budget spent"}},
+    ]
     job = {"run_id": "r1", "arms": arms, "points": points}
     seen = study(read_rows([rows.write_run(tmp_path / "r", *one_point(), job=job)]))
     assert [(c.arm, c.frontier, c.gap, c.reason) for c in seen.gaps()] == [
@@ -312,7 +321,7 @@ def test_odd_rows_give_a_readable_report(tmp_path: Path, name: str, words: str) 
     assert not re.search(r"\b(nan|inf|None)\b", visible), name
     for file in folder.glob("tables/*.jsonl"):
         for line in file.read_text().splitlines():
-            json.loads(line, parse_constant=lambda word: pytest.fail(f"{file.name}: {word}"))
+            json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in {name}"))
 
 
 def test_no_data_is_written_on_the_plot(tmp_path: Path) -> None:
@@ -467,7 +476,9 @@ def slowed(run_id: str, factor: float, sessions: int = 3) -> tuple[list, list, l
         row.elapsed_ns = int(row.elapsed_ns * factor) if row.arm == "full" else row.elapsed_ns
     ratio = rows.speed("full", "decode", 256) / rows.speed("mlx_lm", "decode", 256) / factor
     verdict = "faster" if ratio > 1.03 else "slower" if ratio < 0.97 else "same"
-    answer = rows.contrast("decode", 256, run_ids=[run_id], ratio=ratio, low=ratio * 0.99, high=ratio * 1.01, verdict=verdict)
+    answer = rows.contrast(
+        "decode", 256, run_ids=[run_id], ratio=ratio, low=ratio * 0.99, high=ratio * 1.01, verdict=verdict
+    )
     return [rows.run_row(s, run_id) for s in range(sessions)], samples, [answer]
 
 
