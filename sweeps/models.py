@@ -56,10 +56,10 @@ class Model:
         return self.weights_bytes is not None and self.weights_bytes < TOY_BYTES
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the job: the fields, `toy`, and `geometry` (fields of `ModelConfig`) for `config`."""
+        """Plain values for the job: the fields, `config` as plain fields of `ModelConfig`, and `toy`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "config"}
-        geometry = dataclasses.asdict(self.config)
-        return values | {"geometry": geometry | {"eos_token_ids": list(geometry["eos_token_ids"])}, "toy": self.toy}
+        config = dataclasses.asdict(self.config) | {"eos_token_ids": list(self.config.eos_token_ids)}
+        return values | {"config": config, "toy": self.toy}
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies its weights in keys of points; not where they lie on this machine."""

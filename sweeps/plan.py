@@ -22,8 +22,7 @@ from sweeps.compose import Request, UsageError, published
 from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
 from sweeps.models import REAL_COMMAND, Model
 from sweeps.points import Arm, Contrast, Job, Point
-from sweeps.schedule import cells
-from sweeps.store import Store
+from sweeps.store import RETRY, Store
 
 STRAIGHT_CHUNKS = 4
 """Up to this many chunks a frontier is a fresh prompt for every trial; above, one walk covers them all."""
@@ -472,9 +471,9 @@ def interrupted(job: Job) -> Job | None:
 
 
 def finished(job: Job) -> bool:
-    """Whether every window of `job` has its final row."""
-    done = Store(job.run_dir).finished()
-    return all(cell.key in done for session in range(job.sessions) for cell in cells(job, session))
+    """Whether the run of `job` came to its report and left nothing to be tried again."""
+    reported = (Path(job.run_dir) / "report.md").is_file()
+    return reported and not any(RETRY in row.flags for row in Store(job.run_dir).read().samples)
 
 
 def save_job(job: Job, path: Path) -> None:

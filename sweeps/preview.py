@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -47,9 +48,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
 
 def show(plan: Plan, console: Console | None = None, form: str = "true") -> None:
     """Print the plan to stdout; `form` ``"json"`` prints one JSON object."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = console or Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     if form == "json":
-        console.file.write(json.dumps(as_dict(plan), indent=1) + "\n")
+        print(json.dumps(as_dict(plan), indent=1), file=console.file)
         return
     job, model = plan.job, plan.model
     kind = "synthetic weights" if model.synthetic else "trained weights"

@@ -21,10 +21,10 @@ from sweeps.subjects.base import Prefilled, Subject, SubjectUnsupported
 
 TIMEOUT_SECONDS = 300
 
-LENGTHS = (256, 1024)
+CPU_LENGTHS, LENGTHS = (128, 512), (256, 2048)
 """Prompt lengths timed, where the job reaches them."""
 
-DECODE_TOKENS = 16
+DECODE_TOKENS = 8
 
 
 def take(job: Job, folder: Path) -> Probe | None:
@@ -65,6 +65,7 @@ def measure(job: Job) -> dict[str, Any]:
     made: dict[str, Any] = {"prefill": {}, "decode": {}}
     by_hash: dict[str, str] = {}
     spent = 0
+    shared = subjects.share(job)
     for arm in job.arms:
         if arm.subject not in ("engine", "mlx_lm", "stub"):
             continue
@@ -73,7 +74,7 @@ def measure(job: Job) -> dict[str, Any]:
                 table[arm.name] = table[by_hash[arm.hash]]
             continue
         try:
-            subject = subjects.make(arm, job.model, job)
+            subject = subjects.make(arm, job, shared)
         except SubjectUnsupported:
             continue
         started = clock.now_ns()
@@ -87,10 +88,11 @@ def measure(job: Job) -> dict[str, Any]:
 
 def _times(subject: Subject, job: Job) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     clock = SystemClock()
-    vocabulary = int(job.model.get("real_vocab") or 256)
+    vocabulary = min(256, int(job.model["config"]["vocab_size"]))
     longest = max(point.frontier for point in job.points)
     prefill, decode = [], []
-    for length in sorted({min(length, longest) for length in LENGTHS}):
+    lengths = CPU_LENGTHS if environment.accelerator_key() == "cpu" else LENGTHS
+    for length in sorted({min(length, longest) for length in lengths}):
         tokens = [(i * 2_654_435_761 % 2**32) % vocabulary for i in range(length)]
         # The first of each warms up; both leave the device drained.
         _prefill(subject, tokens)
