@@ -184,3 +184,14 @@ def test_small_tokenizer_ids_match_tiny_config():
     assert made.get_vocab_size() == 453 < tiny.vocab_size
     text = "naïve 日本語 👩‍🚀 e\u0301 and <think>so</think>"
     assert made.decode(made.encode(text).ids) == text.replace("e\u0301", "é")
+
+
+def test_full_size_is_the_published_checkpoint_byte_for_byte(monkeypatch):
+    # Nothing is evaluated, so 19.5 GB of shapes cost nothing.
+    monkeypatch.setattr(mx, "eval", lambda *_: None)
+    made = make_weights(REAL, 0)
+    published = inspect(Path(__file__).parent / "data" / "qwen3.6-35b-a3b-4bit.json.gz").bind()
+    assert {n: (a.shape, a.dtype) for n, a in made.tensors.items()} == {
+        n: (a.shape, a.dtype) for n, a in published.tensors.items()
+    }
+    assert made.nbytes == 19_508_787_456
