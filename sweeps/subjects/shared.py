@@ -115,7 +115,7 @@ class Shared:
             SubjectUnsupported: MLX-LM's loader refuses this folder; the reason is its own.
         """
         weights = self.weights
-        if self.path is None:
+        if self.path is None or not self.baseline:
             return build_lm_model(self.config, weights.tensors)
         if self._loaded is None:
             raise SubjectUnsupported(f"MLX-LM cannot load {self.path}: {self._refusal}")

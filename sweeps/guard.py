@@ -1,0 +1,401 @@
+"""Drives the quality guard: no speed is believed of an arm that computes something else.
+
+Which guard runs depends on the weights (the mathematics of both is in `ablations.guard`):
+
+* **trained**: arm against reference arm, teacher-forced over real text, through the path that is timed. Decode arms
+  go a row at a time, prefill arms in their timed chunks, from a short context and, where the device allows, from 8K.
+* **random**: logits mean nothing there, so every layer of the arm's engine is given MLX-LM's own inputs, and end to
+  end its error against a float32 pass may be 1.25 times MLX-LM's.
+
+MLX-LM itself is held against the oracle first (`sweeps.baseline.gate`).
+
+The guard builds subjects of its own on the shared weights: what the session is measuring keeps its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ablations.guard import Check, EndToEnd, LogitGuard, SyntheticThresholds, Thresholds, synthetic_check
+from sweeps.points import Arm, Job, Point
+from sweeps.subjects.base import Subject
+
+if TYPE_CHECKING:
+    from engine.generate import Engine
+    from sweeps.prompts import Prompts
+    from sweeps.subjects.shared import Shared
+
+Phase = Literal["prefill", "decode"]
+
+ROWS = 32
+"""Decoded rows compared at a time: full-vocabulary logits of more would be large."""
+
+LILY_POSITIONS = 192
+"""Positions that published checks of this model covered; their figures are kept beside the whole."""
+
+LONG = 8192
+"""The longer of the two contexts, in tokens."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much the guard compares.
+
+    positions: teacher-forced positions at each context. contexts: tokens cached before them (decode), or before the
+    first compared chunk (prefill). rows, steps: rows of a layerwise comparison by prefill and by decode.
+    """
+
+    positions: int = 2048
+    contexts: tuple[int, ...] = (256, LONG)
+    rows: int = 256
+    steps: int = 8
+
+    @classmethod
+    def on(cls, device: str, limit: int) -> Scope:
+        """The scope for ``"metal"``, ``"cuda"`` or ``"cpu"`` and a model with `limit` positions.
+
+        A CPU is slow by a factor of a thousand: 256 positions at the short context, stated in the figures.
+        """
+        if device == "cpu":
+            return cls(positions=256, contexts=(min(256, limit // 4),), rows=32, steps=4)
+        made = cls()
+        fitting = tuple(c for c in made.contexts if c + made.positions < limit)
+        return made if fitting == made.contexts else replace(made, contexts=fitting or (limit // 4,))
+
+
+# -- trained weights ------------------------------------------------------------------------------
+
+
+def compare_logits(
+    arm: Subject,
+    reference: Subject,
+    tokens: Sequence[int],
+    phase: Phase,
+    *,
+    contexts: Sequence[int],
+    positions: int,
+    chunk: int,
+    thresholds: Thresholds | None = None,
+) -> Check:
+    """Teacher-forced logits of `arm` against those of `reference` on the same weights and text.
+
+    Both subjects are reset. The reference runs twice, the second time by its other path, as a measure of
+    what rounding alone does.
+
+    Args:
+        tokens: at least ``max(contexts) + positions + 1`` ids of real text.
+        contexts: tokens cached before the compared positions. chunk: the timed prefill chunk of the arm.
+
+    Returns:
+        The check; its figures hold `contexts`, the first 192 positions, and what the arm executed.
+
+    Raises:
+        ValueError: too few tokens.
+    """
+    need = max(contexts) + positions + 1
+    if len(tokens) < need:
+        raise ValueError(f"the guard needs {need} tokens of text, {len(tokens)} were given")
+    limits = thresholds or Thresholds()
+    whole, opening = LogitGuard(limits), LogitGuard(limits)
+    arm.reset_executed()
+    for context in contexts:
+        _start(arm, tokens[:context])
+        arm.reset_executed()
+        _start(reference, tokens[:context])
+        at, seen = context, 0
+        for piece in _pieces(tokens[context : context + positions], phase, chunk):
+            mine = _host(arm.logits(piece, phase))
+            theirs, again = _twice(reference, piece, phase)
+            targets = tokens[at + 1 : at + 1 + len(piece)]
+            theirs, mine, again = _same_width(theirs, mine, again)
+            whole.update(theirs, mine, targets, again)
+            if context == contexts[0] and seen < LILY_POSITIONS:
+                first = slice(0, LILY_POSITIONS - seen)
+                opening.update(theirs[first], mine[first], targets[first], again[first])
+            at, seen = at + len(piece), seen + len(piece)
+    check = whole.result()
+    kept = ("perplexity_ratio", "perplexity_ratio_upper", "top1", "kl_mean", "kl_p999", "positions")
+    first_figures = {key: value for key, value in opening.result().figures.items() if key in kept}
+    extra = {"phase": phase, "contexts": list(contexts), "first_192": first_figures, "executed": paths(arm.executed())}
+    return replace(check, figures=check.figures | extra)
+
+
+def _start(subject: Subject, tokens: Sequence[int]) -> None:
+    subject.reset()
+    if tokens:
+        subject.prefill(tokens, last=False)
+
+
+def _pieces(tokens: Sequence[int], phase: Phase, chunk: int) -> Iterator[list[int]]:
+    size = chunk if phase == "prefill" else ROWS
+    for start in range(0, len(tokens), size):
+        yield list(tokens[start : start + size])
+
+
+def _twice(subject: Subject, piece: Sequence[int], phase: Phase) -> tuple[np.ndarray, np.ndarray]:
+    """The reference's logits by `phase`, and once more with other rounding: in one pass, or in two halves."""
+    mark = subject.snapshot()
+    if phase == "decode":
+        again = _host(subject.logits(piece, "prefill"))
+    else:
+        half = (len(piece) + 1) // 2
+        parts = [_host(subject.logits(part, "prefill")) for part in (piece[:half], piece[half:]) if part]
+        again = np.concatenate(parts)
+    subject.restore(mark)
+    return _host(subject.logits(piece, phase)), again
+
+
+def _host(logits: Any) -> np.ndarray:
+    return np.array(logits, dtype=np.float32)
+
+
+def _same_width(*logits: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Cut to the narrowest: MLX-LM also scores the padded tail of the vocabulary."""
+    width = min(x.shape[1] for x in logits)
+    return tuple(x[:, :width] for x in logits)
+
+
+# -- random weights -------------------------------------------------------------------------------
+
+
+def layerwise(
+    engine: Engine,
+    lm_model: Any,
+    tokens: Sequence[int],
+    *,
+    context: int = 0,
+    chunk: int = 2048,
+    oracle: Engine | None = None,
+    limits: SyntheticThresholds | None = None,
+) -> Check:
+    """Every layer of `engine` on the hidden rows and caches of MLX-LM.
+
+    Args:
+        tokens: all go through in chunks (`context` 0), or those from `context` on a row at a time.
+        oracle: a float32 engine of reference ops; with it, end-to-end errors are compared too (`engine` is reset).
+        limits: default by the engine's activation type.
+    """
+    from sweeps.layers import compare
+
+    name = str(engine.dtype).removeprefix("mlx.core.")
+    limits = limits or SyntheticThresholds.for_dtype(name)
+    engine.reset_executed()
+    made = compare(engine, lm_model, tokens, chunk=chunk, context=context, limits=limits)
+    executed = paths(engine.executed())
+    ends = _end_to_end(engine, lm_model, oracle, tokens, context, chunk) if oracle else None
+    check = synthetic_check(made.pairs, made.routed, ends, limits)
+    return _with(judged(check, made), executed=executed)
+
+
+def judged(check: Check, made: Any) -> Check:
+    """`check` with the faults and figures of a layer comparison that its pairs could not carry."""
+    figures = check.figures | {
+        "rows": made.rows,
+        "tied_rows": made.ties,
+        **{f"worst_{k}": v for k, v in made.worst.items()},
+    }
+    if not made.faults:
+        return replace(check, figures=figures)
+    reasons = ([] if check.passed else [check.reason]) + made.faults[:2]
+    return Check(check.name, False, "; ".join(reasons), figures)
+
+
+def _with(check: Check, **figures: Any) -> Check:
+    return replace(check, figures=check.figures | figures)
+
+
+def _end_to_end(
+    engine: Engine, lm_model: Any, oracle: Engine, tokens: Sequence[int], context: int, chunk: int
+) -> EndToEnd:
+    """Logits of the compared rows by the float32 oracle, by the engine's own path and by MLX-LM."""
+    import mlx.core as mx
+
+    phase = "decode" if context else "prefill"
+    for one in (oracle, engine):
+        one.reset()
+    exact = _host(oracle.logits(tokens, "prefill"))[context:]
+    if context:
+        engine.prefill(tokens[:context], last=False)
+    mine = _host(engine.logits(tokens[context:], phase))
+    cache, theirs = lm_model.make_cache(), []
+    for piece in _passes(tokens, context, chunk):
+        rows = lm_model(mx.array(piece)[None], cache=cache)[0].astype(mx.float32)
+        mx.eval(rows, [c.state for c in cache])
+        theirs.append(_host(rows))
+    exact, mine, baseline = _same_width(exact, mine, np.concatenate(theirs)[context:])
+    for one in (oracle, engine):
+        one.reset()
+    return EndToEnd(exact, mine, baseline)
+
+
+def _passes(tokens: Sequence[int], context: int, chunk: int) -> Iterator[list[int]]:
+    chunked = tokens[:context] if context else tokens
+    for start in range(0, len(chunked), chunk):
+        yield list(chunked[start : start + chunk])
+    if context:
+        yield from ([token] for token in tokens[context:])
+
+
+# -- paths ----------------------------------------------------------------------------------------
+
+
+def paths(executed: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """``[[op, variant, tile], …]`` of executed lines, sorted, counts left out."""
+    return [list(line) for line in sorted({(str(e["op"]), str(e["variant"]), str(e.get("tile"))) for e in executed})]
+
+
+def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why a guard's check does not speak for a timed window: an op that ran there by another variant; None if it does.
+
+    Args:
+        check: a row's ``check``. executed: the window's ``executed``.
+    """
+    guarded = check.get("figures", {}).get("executed")
+    if not guarded:
+        return None
+    seen: dict[str, set[tuple[str, str]]] = {}
+    for op, variant, tile in guarded:
+        seen.setdefault(op, set()).add((variant, tile))
+    for op, variant, tile in paths(executed):
+        if op in seen and (variant, tile) not in seen[op]:
+            others = ", ".join(sorted(v if t in ("", "None") else f"{v} {t}" for v, t in seen[op]))
+            ran = variant if tile in ("", "None") else f"{variant} {tile}"
+            return f"{op} ran as {ran} in the timed window, the guard saw {others}"
+    return None
+
+
+# -- a point's guard ------------------------------------------------------------------------------
+
+
+class PointGuard:
+    """The guard of a session: called with a point, it gives a check for every arm by name.
+
+    A check holds for an arm and a phase at all frontiers (contexts are short and 8K, not each frontier), so it is made
+    once and then repeated. Arms that time themselves elsewhere, and stubs, have none.
+
+    Args:
+        job: its contrasts say which arm is held against which. shared: the model, or None for a job without one.
+        prompts: real text. scope: default by device.
+    """
+
+    def __init__(self, job: Job, shared: Shared | None, prompts: Prompts, scope: Scope | None = None):
+        self.job, self.shared, self.prompts = job, shared, prompts
+        self._scope = scope
+        self._arms = {arm.name: arm for arm in job.arms}
+        self._known: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self._oracle: Any = None
+
+    @property
+    def scope(self) -> Scope:
+        """How much is compared."""
+        if self._scope is None:
+            from engine.device import device_kind
+
+            assert self.shared is not None
+            self._scope = Scope.on(device_kind(), self.shared.config.max_position_embeddings)
+        return self._scope
+
+    def __call__(self, point: Point) -> dict[str, dict[str, Any]]:
+        """Checks by arm name for the arms that the point does not skip; drops its own caches before returning."""
+        if self.shared is None:
+            return {}
+        made = {}
+        for arm in self.job.arms:
+            if arm.name in point.skip or arm.subject not in ("engine", "mlx_lm"):
+                continue
+            check = self._of(arm, point.phase)
+            if check:
+                made[arm.name] = check
+        self._oracle = None
+        return made
+
+    def _of(self, arm: Arm, phase: Phase) -> dict[str, Any]:
+        if arm.subject == "mlx_lm":
+            return self._once(arm, "", phase="prefill", make=lambda: self._gate(arm))
+        if self.shared is not None and self.shared.synthetic:
+            return self._once(arm, "", phase=phase, make=lambda: self._layers(arm, phase))
+        checks = []
+        for contrast in self.job.contrasts:
+            reference = self._arms.get(contrast.reference)
+            if contrast.arm != arm.name or reference is None or reference.subject not in ("engine", "mlx_lm"):
+                continue
+            if reference.hash == arm.hash and reference.subject == arm.subject:
+                continue  # an A/A arm is its reference
+            checks.append(self._once(arm, reference.hash, phase, lambda r=reference: self._logits(arm, r, phase)))
+        failed = [check for check in checks if not check["passed"]]
+        if checks or not arm.aa:
+            return (failed or checks or [{}])[0]
+        twin = next((a for a in self.job.arms if a.hash == arm.hash and not a.aa), None)
+        return self._of(twin, phase) if twin else {}
+
+    def _once(self, arm: Arm, reference: str, phase: str, make: Any) -> dict[str, Any]:
+        key = (arm.hash or arm.name, reference, phase)
+        if key not in self._known:
+            self._known[key] = make().to_dict()
+        return self._known[key]
+
+    def _gate(self, arm: Arm) -> Check:
+        from sweeps.baseline import gate
+
+        assert self.shared is not None
+        return gate(self.shared, self._text(self.scope.rows), oracle=self._reference_engine())
+
+    def _layers(self, arm: Arm, phase: Phase) -> Check:
+        from sweeps.subjects import make
+
+        assert self.shared is not None
+        subject: Any = make(arm, self.job, self.shared)
+        try:
+            engine, chunk = subject.engine, subject.engine.engine.prefill.chunk
+            rows, steps = self.scope.rows, self.scope.steps
+            count = rows if phase == "prefill" else rows + steps
+            check = layerwise(
+                engine,
+                self.shared.lm_model,
+                self._text(count),
+                context=0 if phase == "prefill" else rows,
+                chunk=min(chunk, rows),
+                oracle=self._reference_engine(),
+            )
+        finally:
+            subject.close()
+        return _with(check, phase=phase)
+
+    def _logits(self, arm: Arm, reference: Arm, phase: Phase) -> Check:
+        from sweeps.subjects import make
+
+        assert self.shared is not None
+        scope, subjects = self.scope, []
+        try:
+            subjects = [make(one, self.job, self.shared) for one in (arm, reference)]
+            chunk = int(subjects[0].describe().get("chunk") or 2048)
+            contexts = scope.contexts if phase == "decode" else tuple(0 if c < LONG else c for c in scope.contexts)
+            check = compare_logits(
+                subjects[0],
+                subjects[1],
+                self._text(max(contexts) + scope.positions + 1),
+                phase,
+                contexts=contexts,
+                positions=scope.positions,
+                chunk=min(chunk, scope.positions),
+            )
+        finally:
+            for subject in subjects:
+                subject.close()
+        return _with(check, reference=reference.name)
+
+    def _text(self, count: int) -> list[int]:
+        """Text with an opening that no timed trial has."""
+        return self.prompts.take(count, trial=999_999_937)
+
+    def _reference_engine(self) -> Engine:
+        from sweeps.baseline import make_oracle
+
+        assert self.shared is not None
+        if self._oracle is None:
+            self._oracle = make_oracle(self.shared)
+        return self._oracle

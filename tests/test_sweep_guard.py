@@ -1,0 +1,265 @@
+"""The guard's driver, the baseline's correctness gate, and the arithmetic of its rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_map_with_path
+
+from engine.config import EngineConfig
+from engine.synthetic import tiny_config, write_checkpoint
+from sweeps import baseline
+from sweeps.clock import ManualClock
+from sweeps.guard import PointGuard, Scope, paths, same_path
+from sweeps.layers import distinct_experts
+from sweeps.points import Arm, Contrast, Job, Point
+from sweeps.prompts import Prompts, WordEncoder
+from sweeps.subjects import make
+from sweeps.subjects.mlx_lm import MlxLm
+from sweeps.subjects.shared import Shared, build_lm_model
+
+CONFIG = tiny_config(4, hidden_size=128, experts=8, num_experts_per_tok=2)
+TEXT = [(i * 2654435761) % 2**32 % 440 for i in range(300)]
+SMALL = Scope(positions=192, contexts=(8,), rows=16, steps=3)
+
+
+def engine_arm(name="full", hash="e", **fields) -> Arm:
+    config = EngineConfig().to_dict()
+    config["prefill"]["chunk"] = 64
+    return Arm(name, "engine", config=config | fields, hash=hash)
+
+
+BASELINE = Arm("mlx_lm", "mlx_lm", options={"chunk": 64}, hash="m")
+SYNTHETIC = {"name": "tiny", "kind": "synthetic", "seed": 3, "config": dataclasses.asdict(CONFIG)}
+
+
+def job(model, arms, contrasts=()) -> Job:
+    return Job("/run", "r", model, {"kind": "text"}, list(arms), list(contrasts), [], 1, 0, 60.0, 60.0)
+
+
+def guard_for(shared, made: Job, scope=SMALL) -> PointGuard:
+    return PointGuard(made, shared, Prompts(WordEncoder(shared.real_vocab), 0, "text", CONFIG.vocab_size), scope)
+
+
+@pytest.fixture(scope="module")
+def synthetic() -> Shared:
+    return Shared(SYNTHETIC)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Shared:
+    path = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, seed=3)
+    return Shared({"name": "disk", "kind": "checkpoint", "path": str(path)})
+
+
+# -- a point's guard ------------------------------------------------------------------------------
+
+
+def test_random_weights_are_checked_layer_by_layer_once_for_all_frontiers(synthetic, monkeypatch):
+    arms = [engine_arm(), BASELINE, dataclasses.replace(engine_arm("full.again"), aa=True)]
+    guard = guard_for(
+        synthetic, job(SYNTHETIC, arms, [Contrast("c", "full", "mlx_lm"), Contrast("A/A", "full.again", "full")])
+    )
+    made = guard(Point("p", "decode", 256, 1))
+    assert {name: check["name"] for name, check in made.items()} == {
+        "full": "layers", "mlx_lm": "baseline", "full.again": "layers",
+    }  # fmt: skip
+    assert all(check["passed"] for check in made.values()), made
+    assert made["full"]["figures"]["rows"] == SMALL.steps
+    assert made["full"]["figures"]["end_to_end_error"] < 1e-4
+    json.dumps(made)
+
+    def again(*_):
+        raise AssertionError("made a second time")
+
+    monkeypatch.setattr(PointGuard, "_layers", again)
+    assert guard(Point("q", "decode", 512, 1)) == made
+
+
+def test_trained_weights_are_checked_by_their_logits_against_the_contrasts_reference(checkpoint):
+    arms = [engine_arm(), BASELINE, engine_arm("aa", hash="e")]
+    arms[2].aa = True
+    contrasts = [Contrast("c", "full", "mlx_lm"), Contrast("A/A", "aa", "full")]
+    guard = guard_for(checkpoint, job(checkpoint.spec, arms, contrasts))
+    for phase in ("prefill", "decode"):
+        made = guard(Point("p", phase, 256, 1))
+        check = made["full"]
+        assert check["name"] == "logits" and check["passed"], check["reason"]
+        assert check["figures"]["reference"] == "mlx_lm" and check["figures"]["positions"] == 192
+        assert check["figures"]["contexts"] == ([8] if phase == "decode" else [0])
+        assert check["figures"]["first_192"]["positions"] == 192
+        assert made["aa"] == check
+
+
+def test_guard_leaves_live_subjects_alone(synthetic):
+    arms = [engine_arm(), BASELINE]
+    made = job(SYNTHETIC, arms, [Contrast("c", "full", "mlx_lm")])
+    live = [make(arm, made, synthetic) for arm in arms]
+    firsts = [s.prefill(TEXT[:20]).next_token for s in live]
+    before = [s.export_state().state for s in live]
+    guard_for(synthetic, made)(Point("p", "prefill", 256, 1))
+    for subject, state, first in zip(live, before, firsts):
+        assert subject.position() == 20 and mx.array_equal(subject.export_state().state, state).item()
+        assert subject.decode(first, 1).tokens
+
+
+def test_skipped_arms_and_stubs_have_no_check(synthetic):
+    assert guard_for(synthetic, job(SYNTHETIC, [engine_arm()]))(Point("p", "decode", 256, 1, skip={"full": "no"})) == {}
+    stubs = job({}, [Arm("a", "stub")])
+    assert PointGuard(stubs, None, Prompts(WordEncoder(64)))(Point("p", "decode", 256, 1)) == {}
+
+
+@pytest.mark.parametrize(
+    "device, limit, expected",
+    [("cuda", 262_144, (2048, (256, 8192))), ("metal", 4096, (2048, (256,))), ("cpu", 4096, (256, (256,)))],
+)
+def test_scope_follows_device_and_model(device, limit, expected):
+    scope = Scope.on(device, limit)
+    assert (scope.positions, scope.contexts) == expected
+
+
+# -- the path that was guarded is the path that was timed -----------------------------------------
+
+
+def line(op, variant, tile=None, calls=1):
+    return {"op": op, "variant": variant, "tile": tile, "calls": calls}
+
+
+def test_same_path():
+    check = {"figures": {"executed": paths([line("head", "mlx"), line("experts", "a", "32x64"), line("head", "mlx")])}}
+    assert check["figures"]["executed"] == [["experts", "a", "32x64"], ["head", "mlx", "None"]]
+    assert same_path(check, [line("head", "mlx", calls=9), line("experts", "a", "32x64"), line("other", "x")]) is None
+    reason = same_path(check, [line("experts", "a", "64x64")])
+    assert reason == "experts ran as a 64x64 in the timed window, the guard saw a 32x64"
+    assert "head ran as slow" in same_path(check, [line("head", "slow")])  # type: ignore[operator]
+    assert same_path({}, [line("head", "x")]) is None
+
+
+def test_guarded_path_is_that_of_the_window(synthetic):
+    arms = [engine_arm(), BASELINE]
+    made = job(SYNTHETIC, arms, [Contrast("c", "full", "mlx_lm")])
+    guard, subject = guard_for(synthetic, made), make(arms[0], made, synthetic)
+    first = subject.prefill(TEXT[:64])
+    assert same_path(guard(Point("p", "prefill", 64, 1))["full"], subject.executed()) is None
+    subject.reset_executed()
+    subject.decode(first.next_token, 2)
+    assert same_path(guard(Point("p", "decode", 64, 1))["full"], subject.executed()) is None
+
+
+# -- the baseline's correctness -------------------------------------------------------------------
+
+
+def test_right_baseline_passes_its_gate(checkpoint):
+    check = baseline.gate(checkpoint, TEXT[:24])
+    assert check.passed, check.reason
+    assert check.name == "baseline" and check.figures["end_to_end_error"] < 1e-4
+
+
+def shift_gains_twice(model):
+    def again(name, value):
+        return value + 1 if name.endswith(("layernorm.weight", "q_norm.weight", "k_norm.weight")) else value
+
+    model.update(tree_map_with_path(again, model.parameters()))
+
+
+def shift_one_gain(model):
+    norm = model.language_model.model.layers[2].post_attention_layernorm
+    norm.weight = norm.weight + 0.02
+
+
+def swap_two_experts(model):
+    stack = model.language_model.model.layers[1].mlp.switch_mlp.up_proj
+    order = mx.array([1, 0, *range(2, CONFIG.num_experts)])
+    for part in ("weight", "scales", "biases"):
+        stack[part] = stack[part][order]
+
+
+def wrong_final_norm(model):
+    inner = model.language_model.model
+    inner.norm.weight = inner.norm.weight + 1
+
+
+@pytest.mark.parametrize("fault", [shift_gains_twice, shift_one_gain, swap_two_experts, wrong_final_norm])
+def test_misloaded_baseline_is_caught(checkpoint, fault):
+    model = build_lm_model(CONFIG, checkpoint.weights.tensors)
+    fault(model)
+    check = baseline.gate(checkpoint, TEXT[:24], model=model)
+    assert not check.passed
+    assert check.reason.startswith("MLX-LM does not compute this model")
+
+
+def test_oracle_reads_gains_by_its_own_road_even_where_codes_are_shared(checkpoint, monkeypatch):
+    monkeypatch.setattr("sweeps.subjects.shared.SMALL_BYTES", 0)
+    spoiled = Shared(checkpoint.spec)
+    shift_gains_twice(spoiled.lm_model)
+    spoiled.__dict__.pop("weights")
+    assert mx.array_equal(spoiled.weights.layers[0].input_norm, checkpoint.weights.layers[0].input_norm + 1).item()
+    assert not baseline.gate(spoiled, TEXT[:12]).passed
+    assert spoiled.independent().tensors["lm_head.weight"] is spoiled.weights.tensors["lm_head.weight"]
+
+
+def test_distinct_experts_grow_with_the_text(synthetic):
+    one, many = (distinct_experts(synthetic.lm_model, TEXT[:n], chunk=16) for n in (1, 64))
+    assert one == [CONFIG.num_experts_per_tok] * 4
+    assert all(CONFIG.num_experts_per_tok < n <= CONFIG.num_experts for n in many)
+
+
+# -- the baseline's rates -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ticking(synthetic, monkeypatch):
+    """A clock that a pass of MLX-LM's model moves by one second a row, for the sweep and for stream_generate."""
+    clock, original = ManualClock(), type(synthetic.lm_model).__call__
+
+    def call(self, inputs, *args, **kwargs):
+        clock.advance(inputs.shape[1] * 1_000_000_000)
+        return original(self, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(type(synthetic.lm_model), "__call__", call)
+    reads = iter(range(1, 1_000_000))
+    # Every reading is a nanosecond later: stream_generate divides by the time since the first token at once.
+    seconds = types.SimpleNamespace(perf_counter=lambda: (clock.now_ns() + next(reads)) / 1e9)
+    monkeypatch.setattr(sys.modules["mlx_lm.generate"], "time", seconds)
+    return clock
+
+
+def test_rates_are_exact_by_either_clock(synthetic, ticking):
+    subject = MlxLm(synthetic.lm_model, CONFIG, chunk=8)
+    for count in (1, 2, 7):
+        assert baseline.measure(subject, TEXT[:20], count, ticking) == baseline.Rates(1.0, 1.0)
+        theirs = baseline.stream(synthetic.lm_model, baseline.plain_tokenizer(), TEXT[:20], count, chunk=8)
+        # Its prompt time holds the step submitted before the first token is handed over: 21 rows for 20 tokens.
+        assert theirs.prefill == pytest.approx(20 / 21) and theirs.decode == pytest.approx(1.0)
+
+
+def test_verdict_names_the_phase_that_differs():
+    ours = [baseline.Rates(100, 10), baseline.Rates(101, 10), baseline.Rates(500, 10)]
+    theirs = [baseline.Rates(103, 10), baseline.Rates(103, 11), baseline.Rates(103, 11)]
+    made = baseline.verdict(ours, theirs)
+    assert made["prefill"]["ratio"] == pytest.approx(101 / 103)
+    assert not made["passed"] and made["reason"] == "decode: 10 tok/s by this clock, 11 by stream_generate"
+    assert baseline.verdict(ours, ours) == baseline.verdict(ours, ours) | {"passed": True, "reason": None}
+
+
+def test_check_runs_in_its_own_process_and_reports_its_failure(tmp_path):
+    file = tmp_path / "job.json"
+    made = job({"name": "gone", "kind": "checkpoint", "path": str(tmp_path / "absent")}, [BASELINE])
+    made.points = [Point("p", "prefill", 24, 1)]
+    file.write_text(json.dumps(dataclasses.asdict(made)))
+    result = baseline.check(file)
+    assert result["passed"] is False and "absent" in result["reason"]
+
+
+def test_both_ways_of_timing_are_reported_side_by_side(tmp_path):
+    made = job(SYNTHETIC, [BASELINE])
+    made.points = [Point("p", "prefill", 24, 1)]
+    result = baseline.compare_rates(made, tokens=4, trials=2)
+    assert result["frontier"] == 24 and len(result["samples"]["sweep"]) == 2
+    # Two trials on a shared machine: the order of magnitude, not the 5 % that a real check asks for.
+    assert 0.3 < result["prefill"]["ratio"] < 3 and 0.3 < result["decode"]["ratio"] < 3
