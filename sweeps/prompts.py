@@ -164,7 +164,8 @@ def _docstrings() -> str:
 @lru_cache(maxsize=1)
 def _sources() -> str:
     library = Path(sysconfig.get_path("stdlib"))
-    paths = [path.relative_to(library) for path in library.rglob("*.py")]
-    chosen = [path for path in paths if path.parts[0] not in _NOT_EVERYWHERE and not path.name.startswith("_sysconfig")]
-    chosen = [path for path in chosen if not path.parts[0].startswith("config-") and "__pycache__" not in path.parts]
-    return "\n".join((library / path).read_text(encoding="utf-8", errors="replace") for path in sorted(chosen))
+    tops = [path for path in library.iterdir() if path.name not in _NOT_EVERYWHERE]
+    tops = [path for path in tops if not path.name.startswith(("_sysconfig", "config-", "."))]
+    files = [path for top in tops for path in (top.rglob("*.py") if top.is_dir() else [top]) if path.suffix == ".py"]
+    files.sort(key=lambda path: path.relative_to(library).as_posix())
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)

@@ -21,7 +21,7 @@ from sweeps.lock import DeviceBusy, device_lock
 from sweeps.points import Arm, Job, Point
 from sweeps.rows import SampleRow
 from sweeps.schedule import Cell
-from sweeps.store import RETRY, Store, write_job
+from sweeps.store import RETRY, Store, write_job, write_whole
 from sweeps.worker import STOPPED, in_flight_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +57,7 @@ def run(job: Job) -> int:
         with environment.awake(), device_lock(environment.runtime_dir(), device, job.run_id, wait=wait):
             path = write_job(job)
             sessions(job, path, SystemClock())
+            sound = check_baseline(job, path)
     except BadJob:
         return 2
     except (DeviceBusy, environment.PowerRefused) as error:
@@ -71,7 +72,7 @@ def run(job: Job) -> int:
     for row in failed[:20]:
         print(f"{row.phase} {row.frontier} {row.arm}: {row.status}: {row.reason}", file=sys.stderr)
     built = report(job)
-    return 1 if failed or not built else 0
+    return 0 if sound and built and not failed else 1
 
 
 def sessions(job: Job, path: Path, clock: Clock) -> None:
@@ -109,6 +110,20 @@ def unfinished(job: Job, session: int, attempt: str = "") -> bool:
     """Whether a session has windows left to run, or reasons left to write."""
     ledger = Ledger(job, session, Store(job.run_dir), attempt)
     return not all(ledger.is_covered(point, arm) for point in job.points for arm in job.arms)
+
+
+def check_baseline(job: Job, path: Path) -> bool:
+    """With ``check=baseline``: whether our rates of MLX-LM agree with its own `stream_generate`; kept in the folder."""
+    if job.settings.get("check") != "baseline" or all(arm.subject != "mlx_lm" for arm in job.arms):
+        return True
+    from sweeps.baseline import check
+
+    result = check(path)
+    write_whole(Path(job.run_dir) / "baseline.json", json.dumps(result, indent=1))
+    passed = result.get("passed") is True
+    said = result.get("reason") or "rates agree"
+    print(f"check=baseline {'passed' if passed else 'failed'}: {said}", file=sys.stderr)
+    return passed
 
 
 def report(job: Job) -> bool:

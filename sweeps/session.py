@@ -17,6 +17,7 @@ import psutil
 
 from sweeps.clock import Window, WindowVoid, timed
 from sweeps.environment import condition_flags
+from sweeps.guard import same_path
 from sweeps.ledger import CRASH, Ledger
 from sweeps.points import Arm, Job, Point
 from sweeps.prompts import digest
@@ -121,18 +122,27 @@ class Session:
         Raises:
             DeviceLost: the rest needs a new process.
         """
-        for group in groups(self.job):
-            self._guard(group)
-            if group.straight:
-                self._straight(group)
-            elif self._serial:
-                for live in self.live:
-                    self._walk_all(group, [live])
-                    self._forget([live])
-            else:
-                self._walk_all(group, self.live)
-            self._forget(self.live)
+        # What is alive now stays alive: leaving it out makes the collection before each block short.
+        gc.collect()
+        gc.freeze()
+        try:
+            for group in groups(self.job):
+                self._guard(group)
+                self._group(group)
+                self._forget(self.live)
+        finally:
+            gc.unfreeze()
         return not self.ledger.failed
+
+    def _group(self, group: Group) -> None:
+        if group.straight:
+            self._straight(group)
+        elif self._serial:
+            for live in self.live:
+                self._walk_all(group, [live])
+                self._forget([live])
+        else:
+            self._walk_all(group, self.live)
 
     def left(self) -> float:
         """Share of the forecast work that is still to be done, from 1 to 0."""
@@ -165,6 +175,8 @@ class Session:
         for live in self._open(point, self.live):
             warm = self.tools.prompts.take(point.frontier, self._trial(self._place[point.key], -1, 0))
             self._warm_up(context, live, lambda live=live, warm=warm: self._fresh_prefill(live, warm))
+            if self._serial:
+                self._forget([live])
 
         def window(cell: Cell, live: Live) -> None:
             self._attempt_window(context, cell, live, lambda: self._straight_prefill(context, cell, live))
@@ -443,8 +455,9 @@ class Session:
         point, by_name = context.point, {live.name: live for live in arms}
         took = 0.0
         for block in range(point.blocks):
-            todo = [cell for cell in self.ledger.pending(point, list(by_name)) if cell.block == block]
-            if not todo:
+            cells = block_cells(self.job, self.session, point, block)
+            todo = [cell for cell in cells if cell.arm in by_name and not self.ledger.is_finished(cell)]
+            if all(self.ledger.shut(point, cell.arm) for cell in todo):
                 continue
             if not self._has_time(took):
                 for live in self._open(point, arms):
@@ -502,6 +515,9 @@ class Session:
         row.peak_bytes, row.active_bytes = self.tools.device.memory()
         row.footprint_bytes = psutil.Process().memory_info().rss
         row.executed = live.subject.executed()
+        other = same_path(row.check, row.executed) if row.check else None
+        if other:
+            row.check = row.check | {"passed": False, "reason": other}
         self.tools.in_flight(None)
         return row
 
@@ -518,6 +534,8 @@ class Session:
             self._note(context.point, live, reason)
             self.ledger.stop(context.point, live.name, reason)
             return
+        if context.point.phase == "decode":
+            self.ledger.stop(context.point, live.name, f"its cache was lost: {reason}")
         row = self._row(context, cell, live, status)
         row.reason = reason
         row.flags += ["clock_jump"] if isinstance(error, WindowVoid) else []

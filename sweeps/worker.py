@@ -22,6 +22,7 @@ import engine  # noqa: F401  (chooses the BLAS before MLX loads)
 from engine.config import ModelConfig
 from sweeps import environment, sentinel, subjects
 from sweeps.clock import Clock, SystemClock
+from sweeps.guard import PointGuard
 from sweeps.points import Arm, Job, Point
 from sweeps.prompts import Prompts, WordEncoder, digest
 from sweeps.rows import RunRow, SampleRow, Status
@@ -90,7 +91,7 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
         sentinel=_sentinel(job, clock, row.machine),
         device=NoDevice() if shared is None else MlxDevice(),
         conditions=environment.conditions,
-        guard=_guard(made, job),
+        guard=None if shared is None else PointGuard(job, shared, prompts),
         least=_least(job, shared),
         report=progress.line,
         in_flight=in_flight_file(job, session),
@@ -209,15 +210,6 @@ def _sentinel(job: Job, clock: Clock, machine: Mapping[str, Any]) -> sentinel.Se
     accelerator = machine.get("device_kind") in ("metal", "cuda") and any(arm.subject != "stub" for arm in job.arms)
     kernel = sentinel.device_kernel() if accelerator else sentinel.cpu_kernel()
     return sentinel.Sentinel(kernel, clock, may_wait=accelerator)
-
-
-def _guard(made: Mapping[str, Subject], job: Job) -> Callable[[Point], Mapping[str, dict[str, Any]]] | None:
-    """The quality guard as results by arm name; None where no arm has a model to be wrong about."""
-    if all(arm.subject == "stub" for arm in job.arms):
-        return None
-    from sweeps import guard
-
-    return lambda point: guard.check(made, job, point)
 
 
 def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | None]]:

@@ -1,0 +1,450 @@
+"""Sessions of stubs: what is timed, what becomes of faults, and what survives a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sessions import Bench, arm, job, points
+
+from sweeps import run as runner
+from sweeps.clock import ManualClock, SystemClock
+from sweeps.contrasts import contrast_rows
+from sweeps.points import Arm
+from sweeps.rows import SampleRow
+from sweeps.store import Store, write_job
+from sweeps.subjects.base import Prefilled, SubjectUnsupported
+from sweeps.window import WindowTimeout, asked, classify, refused, time_limit
+
+ROOT = Path(__file__).parent.parent
+A, B = arm("a", ns_per_row=1000, ns_per_step=1_000_000), arm("b", ns_per_row=1050, ns_per_step=1_050_000)
+
+
+def keys(rows: list[SampleRow]) -> Counter:
+    return Counter((row.point, row.arm, row.session, row.block, row.slot) for row in rows)
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+def test_every_window_has_one_row_with_exact_rates(tmp_path):
+    bench = Bench(job(tmp_path, [A, B, replace(A, name="a2", aa=True)], points([256, 8192], walk_from=8192)))
+    assert bench.run()
+    prefill = bench.rows("prefill", frontier=256)
+    assert len(prefill) == 2 * 2 * 3
+    assert len(bench.rows("prefill", frontier=8192)) == 2 * 3
+    assert len(bench.rows("decode")) == 2 * 2 * 2 * 3
+    assert set(keys(bench.rows()).values()) == {1}
+    assert {row.elapsed_ns for row in bench.rows("decode", arm="b")} == {4 * 1_050_000}
+    assert {row.work_tokens for row in bench.rows("decode")} == {4}
+    assert all("aa" in row.flags for row in bench.rows(arm="a2"))
+    contrasts = {(c.contrast, c.phase, c.frontier): c for c in contrast_rows(bench.job, bench.rows())}
+    assert contrasts["b vs a", "decode", 256].ratio == pytest.approx(1 / 1.05)
+    assert contrasts["b vs a", "decode", 256].verdict == "slower"
+    assert contrasts["a2 vs a", "prefill", 8192].ratio == pytest.approx(1.0)
+
+
+def test_arms_of_a_turn_share_a_prompt_and_no_two_turns_do(tmp_path):
+    bench = Bench(job(tmp_path, [A, B], points([256, 512])))
+    bench.run()
+    prompts: dict[tuple, set] = {}
+    for row in bench.rows("prefill"):
+        prompts.setdefault((row.frontier, row.extra["trial"]), set()).add(row.extra["prompt_hash"])
+    assert len(prompts) == 2 * 2 * 2
+    assert all(len(hashes) == 1 for hashes in prompts.values())
+    assert len(set.union(*prompts.values())) == len(prompts)
+
+
+def test_decode_starts_from_the_same_tokens_for_every_arm(tmp_path):
+    bench = Bench(job(tmp_path, [A, replace(B, options=B.options | {"tail": True})], points([256, 4096], walk_from=4096)))
+    bench.run()
+    for frontier in (256, 4096):
+        assert len({row.tokens_hash for row in bench.rows("decode", frontier=frontier)}) == 1
+
+
+def test_single_token_times_come_from_a_run_that_gives_no_rate(tmp_path):
+    bench = Bench(job(tmp_path, [A], points([256])))
+    bench.run()
+    (row,) = [row for row in bench.store.read().samples if row.series]
+    assert (row.block, row.elapsed_ns) == (-1, None)
+    stamps = bench.store.series(row.series)["stamps_ns"]
+    assert (stamps[1:] - stamps[:-1] == 1_000_000).all()
+    assert len(stamps) == 1 + 4
+
+
+def test_warm_up_ends_when_stationary_and_says_its_rounds(tmp_path):
+    """The first windows of a process are slow by far; none of them may count."""
+    clock = ManualClock()
+
+    def cold(_, stub):
+        prefill, count = stub.prefill, [0]
+
+        def slow_at_first(tokens, **more) -> Prefilled:
+            count[0] += 1
+            clock.advance(10**9 // count[0] ** 4 if count[0] < 5 else 0)
+            return prefill(tokens, **more)
+
+        stub.prefill = slow_at_first
+        return stub
+
+    bench = Bench(job(tmp_path, [A], points([256])[:1]), clock, cold)
+    bench.run()
+    rows = bench.rows("prefill")
+    assert {row.elapsed_ns for row in rows} == {256_000}
+    warm = [row.extra["warmup"] for row in rows if "warmup" in row.extra]
+    assert [w["capped"] for w in warm] == [False]
+    assert warm[0]["rounds"] == 6
+
+
+def test_warm_up_that_never_settles_is_capped_and_flagged(tmp_path):
+    clock = ManualClock()
+
+    def restless(_, stub):
+        prefill, count = stub.prefill, [0]
+
+        def work(tokens, **more) -> Prefilled:
+            count[0] += 1
+            clock.advance(10**6 * (1 + count[0] % 2))
+            return prefill(tokens, **more)
+
+        stub.prefill = work
+        return stub
+
+    bench = Bench(job(tmp_path, [A], points([256])[:1]), clock, restless)
+    bench.run()
+    assert all("warm_capped" in row.flags for row in bench.rows("prefill"))
+
+
+def test_with_serial_arms_one_cache_is_filled_at_a_time(tmp_path):
+    filled: list[int] = []
+
+    def watch(_, stub):
+        prefill = stub.prefill
+
+        def work(tokens, **more) -> Prefilled:
+            done = prefill(tokens, **more)
+            filled.append(sum(s.position() > 0 for s in bench.subjects.values()))
+            return done
+
+        stub.prefill = work
+        return stub
+
+    made = job(tmp_path, [A, B], points([256, 4096], walk_from=4096), settings={"arms": "serial"})
+    bench = Bench(made, wrap=watch)
+    assert bench.run()
+    assert set(filled) == {1}
+    assert len(bench.rows()) == 8 + 4 + 16
+    assert all("serial" in row.flags for row in bench.rows())
+
+
+def test_a_walk_is_held_against_a_straight_prompt_once(tmp_path):
+    made = job(tmp_path, [A, B], points([4096, 8192], walk_from=4096), settings={"walk_check": 4096})
+    bench = Bench(made)
+    bench.run()
+    (row,) = [row for row in bench.rows() if "walk_check" in row.extra]
+    assert (row.frontier, row.extra["walk_check"]["passed"], row.extra["walk_check"]["ratio"]) == (4096, True, 1.0)
+
+
+# -- windows that do not count -----------------------------------------------------------------------
+
+
+def test_a_prompt_found_in_a_cache_is_an_error(tmp_path):
+    def cached(_, stub):
+        prefill = stub.prefill
+        stub.prefill = lambda tokens, **more: replace(prefill(tokens, **more), cached_tokens=200)
+        return stub
+
+    bench = Bench(job(tmp_path, [A], points([256])[:1]), wrap=cached)
+    assert not bench.run()
+    assert not bench.rows("prefill")
+    assert "200 prompt tokens came from a cache" in bench.rows(status="error")[0].reason
+
+
+def test_a_decode_that_stopped_early_is_an_error(tmp_path):
+    def short(_, stub):
+        decode = stub.decode
+        stub.decode = lambda first, count, **more: decode(first, count - 1, **more)
+        return stub
+
+    bench = Bench(job(tmp_path, [A], points([256])), wrap=short)
+    assert not bench.run()
+    assert "decoded 3 tokens, 4 were asked for" in bench.rows("decode", status="error")[0].reason
+
+
+def test_a_clock_jump_voids_the_window_and_it_runs_again(tmp_path):
+    clock = ManualClock()
+    jumps = [3]
+
+    def suspended(_, stub):
+        prefill = stub.prefill
+
+        def work(tokens, **more) -> Prefilled:
+            jumps[0] -= 1
+            if jumps[0] == 0:
+                clock.jump(60 * 10**9)
+            return prefill(tokens, **more)
+
+        stub.prefill = work
+        return stub
+
+    bench = Bench(job(tmp_path, [A], points([256])[:1]), clock, suspended)
+    assert bench.run()
+    assert jumps[0] < 0
+    assert {row.elapsed_ns for row in bench.rows()} == {256_000}
+
+
+def test_a_clock_that_keeps_jumping_is_an_error_with_its_flag(tmp_path):
+    clock = ManualClock()
+
+    def suspended(_, stub):
+        decode = stub.decode
+
+        def work(first, count, **more):
+            clock.jump(60 * 10**9)
+            return decode(first, count, **more)
+
+        stub.decode = work
+        return stub
+
+    bench = Bench(job(tmp_path, [A], points([256])), clock, suspended)
+    assert not bench.run()
+    assert "clock_jump" in bench.rows("decode", status="error")[0].flags
+
+
+ENGINE = Arm("e", "engine", {"linear": "mlx", "experts": {"variant": "best", "tile": "32"}, "head": "best"})
+
+
+def executed(*entries: tuple[str, str, str | None]) -> SampleRow:
+    row = SampleRow("r", 0, "p", "e", "h", "engine", "decode", 256, 0, 0, "ok")
+    row.executed = [{"op": op, "variant": variant, "tile": tile, "calls": 1} for op, variant, tile in entries]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (executed(("linear", "mlx", None), ("experts", "metal", "32")), None),
+        (executed(("linear", "reference", None)), "linear variant mlx was asked for, reference ran"),
+        (executed(("linear", "mlx", None), ("linear", "metal", None)), "linear variant mlx was asked for, metal ran"),
+        (executed(("experts", "metal", "64")), "experts tile 32 was asked for, 64 ran"),
+        (executed(), "nothing executed"),
+    ],
+)
+def test_a_row_whose_arm_did_not_run_what_it_asked_for_is_refused(row, reason):
+    said = refused(ENGINE, row)
+    assert (said is None) if reason is None else (reason in str(said))
+
+
+def test_best_asks_for_nothing():
+    assert asked({})["linear"] == ("best", "best")
+
+
+# -- faults ------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_skips_larger_frontiers_of_that_arm_and_the_rest_is_done(tmp_path):
+    small = replace(B, options=B.options | {"oom_at": 2048})
+    bench = Bench(job(tmp_path, [A, small], points([256, 2048, 4096, 16384], walk_from=16384)))
+    assert not bench.run()
+    assert [(r.arm, r.phase, r.frontier) for r in bench.rows(status="oom")] == [("b", "prefill", 2048)]
+    skipped = bench.rows(status="skipped")
+    assert {(r.arm, r.phase, r.frontier) for r in skipped} == {
+        ("b", phase, frontier) for phase, frontier in
+        [("decode", 2048), ("prefill", 4096), ("decode", 4096), ("prefill", 16384), ("decode", 16384)]
+    }  # fmt: skip
+    assert all("out of memory at 2048 tokens" in row.reason for row in skipped)
+    assert len(bench.rows(arm="a")) == 3 * 2 * 4 + 2 + 4
+
+
+def test_a_memory_error_from_python_counts_as_out_of_memory():
+    assert classify(MemoryError())[0] == "oom"
+    assert classify(RuntimeError("[metal::malloc] Unable to allocate 5 bytes"))[0] == "oom"
+    assert classify(SubjectUnsupported("no"))[0] == "skipped"
+    assert classify(WindowTimeout("late"))[0] == "timeout"
+    assert classify(KeyError("x"))[0] == "error"
+
+
+@pytest.mark.parametrize("walk_from", [1024, 1 << 60], ids=["walk", "straight"])
+def test_over_the_cap_decode_goes_on_from_the_other_arms_state(tmp_path, walk_from):
+    slow = replace(B, options=B.options | {"ns_per_row": 10**6})
+    bench = Bench(job(tmp_path, [A, slow], points([256, 1024, 4096], walk_from=walk_from), cap_seconds=1.0))
+    assert not bench.run()
+    assert [(r.arm, r.phase, r.frontier) for r in bench.rows(status="timeout")] == [("b", "prefill", 1024)]
+    assert [(r.arm, r.phase, r.frontier) for r in bench.rows(status="skipped")] == [("b", "prefill", 4096)]
+    for frontier, source in ((256, None), (1024, "a"), (4096, "a")):
+        rows = bench.rows("decode", arm="b", frontier=frontier)
+        assert len(rows) == 4
+        assert {row.extra.get("cache_from") for row in rows} == {source}
+        assert {r.tokens_hash for r in rows} == {r.tokens_hash for r in bench.rows("decode", arm="a", frontier=frontier)}
+
+
+def test_an_arm_known_to_be_too_slow_takes_over_a_state_with_serial_arms_too(tmp_path):
+    made = points([4096], walk_from=4096)
+    made[0].skip = {"b": "forecast at 1 h"}
+    bench = Bench(job(tmp_path, [A, B], made, settings={"arms": "serial"}))
+    assert bench.run()
+    assert {row.extra.get("cache_from") for row in bench.rows("decode", arm="b")} == {"a"}
+    assert [row.reason for row in bench.rows(status="skipped")] == ["forecast at 1 h"]
+
+
+def test_a_window_that_raises_is_an_error_and_others_go_on(tmp_path):
+    bench = Bench(job(tmp_path, [A, replace(B, options=B.options | {"fail_at": 512})], points([256, 512])))
+    assert not bench.run()
+    assert {row.reason for row in bench.rows("prefill", status="error")} == {"RuntimeError: stub: failed at 512 tokens"}
+    assert len(bench.rows("prefill", arm="a", frontier=512)) == 4
+    assert len(bench.rows(arm="b", frontier=256)) == 8
+
+
+def test_a_guard_that_fails_blocks_the_contrast_and_prints_no_speed(tmp_path):
+    bench = Bench(job(tmp_path, [A, B], points([256])))
+    wrong = {"b": {"name": "logits", "passed": False, "reason": "top-1 agreement 71 %"}}
+    assert bench.run(guard=lambda point: wrong)
+    (answer, _) = contrast_rows(bench.job, bench.rows())
+    assert (answer.verdict, answer.ratio, answer.low) == ("blocked", None, None)
+    assert "top-1 agreement 71 %" in str(answer.reason)
+
+
+def test_a_guard_that_breaks_blocks_too(tmp_path):
+    def broken(point):
+        raise RuntimeError("no oracle")
+
+    bench = Bench(job(tmp_path, [A, B], points([256])))
+    bench.run(guard=broken)
+    assert {row.verdict for row in contrast_rows(bench.job, bench.rows())} == {"blocked"}
+
+
+def test_the_budget_ends_a_session_and_a_rerun_finishes_it(tmp_path):
+    made = job(tmp_path, [A, B], points([256, 512], blocks=20), budget_seconds=0.2)
+    bench = Bench(made)
+    assert bench.run(budget=0.2)
+    assert bench.clock.now_ns() < 0.3e9
+    notes = bench.rows(status="skipped")
+    assert notes and all("budget" in row.reason and "retry" in row.flags for row in notes)
+    again = Bench(made)
+    assert again.run()
+    assert len(again.rows()) == 2 * 2 * 2 * 2 * 20
+    assert set(keys(again.rows()).values()) == {1}
+    assert not again.rows(status="skipped")
+
+
+def test_time_limit_stops_a_window_that_hangs():
+    with pytest.raises(WindowTimeout, match="still running after 0.05 s"), time_limit(0.05):
+        time.sleep(5)
+    time.sleep(0.06)
+
+
+# -- whole runs --------------------------------------------------------------------------------------
+
+
+def start(made) -> subprocess.Popen:
+    """The same job as a process group of its own, as a shell would start it."""
+    path = write_job(made)
+    code = f"import sys; from sweeps import run, store; sys.exit(run.run(store.read_job({str(path)!r})))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "XDG_RUNTIME_DIR": str(path.parent.parent)},
+    )  # fmt: skip
+
+
+def wait_for_rows(made, count: int, seconds: float = 60) -> None:
+    path, end = Path(made.run_dir) / "samples.jsonl", time.monotonic() + seconds
+    while not path.is_file() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < end, "no rows came"
+        time.sleep(0.02)
+
+
+def quick(folder: Path, **more):
+    fast = {"ns_per_row": 2000, "ns_per_step": 1_000_000}
+    return job(folder / "run", [arm("a", **fast), arm("b", **fast)], points([256, 512], blocks=12), cap_seconds=30.0, **more)
+
+
+def test_kill_in_mid_sweep_then_the_same_command_finishes_without_doubles(tmp_path):
+    made = quick(tmp_path)
+    first = start(made)
+    wait_for_rows(made, 30)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    before = Store(made.run_dir).read().samples
+    assert 29 <= len(before) < 2 * 2 * 2 * 2 * 12
+    second = start(made)
+    out, err = second.communicate(timeout=120)
+    assert second.returncode == 0, err
+    rows = [json.loads(line) for line in (Path(made.run_dir) / "samples.jsonl").read_text().splitlines()]
+    counted = Counter((r["point"], r["arm"], r["block"], r["slot"]) for r in rows if r["block"] >= 0)
+    assert len(counted) == 2 * 2 * 2 * 2 * 12
+    assert set(counted.values()) == {1}
+    assert rows[: len(before)] == [json.loads(json.dumps(vars(row))) for row in before]
+    last = out.strip().splitlines()[-1]
+    assert Path(last).is_file() and last.endswith("report.html")
+
+
+def test_a_worker_that_is_killed_leaves_its_signal_and_the_session_goes_on(tmp_path):
+    made = quick(tmp_path, sessions=2)
+    sweep = start(made)
+    wait_for_rows(made, 30)
+    (worker,) = [p for p in _children(sweep.pid) if "sweeps.worker" in " ".join(p.cmdline())]
+    worker.kill()
+    _, err = sweep.communicate(timeout=120)
+    assert sweep.returncode == 1, err
+    rows = Store(made.run_dir).read().samples
+    errors = [row for row in rows if row.status == "error"]
+    assert errors and all("killed by SIGKILL" in str(row.reason) for row in errors)
+    assert {row.session for row in rows if row.status == "ok"} == {0, 1}
+    assert len([row for row in rows if row.session == 1 and row.block >= 0]) == 2 * 2 * 2 * 2 * 12
+
+
+def _children(pid: int):
+    import psutil
+
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_a_second_sweep_while_one_is_timing_is_one_clear_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    from sweeps.environment import accelerator_key, runtime_dir
+    from sweeps.lock import device_lock
+
+    holder = "import sys, time; from sweeps.environment import *; from sweeps.lock import device_lock\n" \
+        "with device_lock(runtime_dir(), accelerator_key(), 'first-run'): print('held', flush=True); time.sleep(60)"  # fmt: skip
+    other = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert runner.run(quick(tmp_path)) == 2
+        said = capsys.readouterr()
+        assert len(said.err.strip().splitlines()) == 1
+        assert f"process {other.pid} (run first-run)" in said.err
+        assert not (tmp_path / "run").exists(), "nothing may be half-written"
+    finally:
+        other.kill()
+        other.communicate()
+    with device_lock(runtime_dir(), accelerator_key(), "second"):
+        pass
+
+
+# -- the real clock ----------------------------------------------------------------------------------
+
+
+def test_on_the_real_clock_identical_arms_agree_and_five_percent_is_found(tmp_path):
+    """Fixed sleeps: the interval covers 1.0 in at least 17 of 20 runs, and 5 % is called slower in at least 18."""
+    step = {"ns_per_row": 1, "ns_per_step": 2_000_000}
+    arms = [arm("a", **step), arm("again", aa=True, **step), arm("b", slowdown=1.05, **step)]
+    covered = slower = 0
+    for trial in range(20):
+        made = job(tmp_path / str(trial), arms, points([16], blocks=40, tokens=1)[1:], seed=trial)
+        bench = Bench(made, SystemClock())
+        bench.run()
+        again, five = contrast_rows(made, bench.rows())
+        assert again.low is not None and again.high is not None
+        covered += again.low <= 1.0 <= again.high
+        slower += five.verdict == "slower"
+    assert covered >= 17
+    assert slower >= 18
