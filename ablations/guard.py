@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-_ROWS = 32
-"""Positions reduced at a time, so that float64 copies of a chunk stay small (64 MB at the full vocabulary)."""
+_ROWS = 8
+"""Positions reduced at a time: at the full vocabulary their float64 copies (16 MB each) still fit a processor's caches,
+which makes the reduction several times as fast as by large chunks."""
+
 _PUBLISHED = 192
 """Positions of the published check, reported apart so that the two stand side by side."""
 
@@ -143,35 +145,38 @@ def _position_figures(
     reference: np.ndarray, arm: np.ndarray, targets: np.ndarray, rerun: np.ndarray | None
 ) -> dict[str, np.ndarray]:
     rows = np.arange(len(targets))
-    log_p = _log_softmax(reference)
-    log_q = _log_softmax(arm)
-    top2 = np.partition(reference.astype(np.float64), -2, axis=-1)[:, -2:] if reference.shape[1] > 1 else None
+    log_p, log_q = _log_softmax(reference), _log_softmax(arm)
+    p = np.exp(log_p)
+    best = np.argmax(reference, axis=-1)
+    others = log_p.copy()
+    others[rows, best] = -np.inf
     figures = {
         "loss_reference": -log_p[rows, targets],
         "loss_arm": -log_q[rows, targets],
-        "kl": _divergence(log_p, log_q),
-        "agree": np.argmax(reference, axis=-1) == np.argmax(arm, axis=-1),
-        "gap": top2[:, 1] - top2[:, 0] if top2 is not None else np.full(len(rows), np.inf),
+        "kl": _divergence(p, log_p, log_q),
+        "agree": best == np.argmax(arm, axis=-1),
+        "gap": log_p[rows, best] - others.max(axis=-1),
     }
     if rerun is not None:
-        figures["kl_rerun"] = _divergence(log_p, _log_softmax(rerun))
+        figures["kl_rerun"] = _divergence(p, log_p, _log_softmax(rerun))
     return figures
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
     # A row that is not finite becomes NaN here and is counted by the judge, not hidden by a warning.
     with np.errstate(invalid="ignore", over="ignore"):
-        shifted = wide - wide.max(axis=-1, keepdims=True)
-        return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+        shifted = np.subtract(logits, logits.max(axis=-1, keepdims=True), dtype=np.float64)
+        shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+        return shifted
 
 
-def _divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+def _divergence(p: np.ndarray, log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     """KL(p, q) in nats per row; rounding can leave -1e-17, which is 0."""
     with np.errstate(invalid="ignore"):
-        p = np.exp(log_p)
+        terms = log_p - log_q
+        terms *= p
         # A token that the reference rules out (a masked one has logit -inf) adds nothing, whatever the arm says.
-        terms = np.where(p > 0, p * (log_p - log_q), np.where(np.isnan(p), np.nan, 0.0))
+        terms[p == 0] = 0.0
         return np.maximum(terms.sum(axis=-1), 0.0)
 
 
@@ -260,12 +265,13 @@ def _kl(figures: dict[str, np.ndarray], limits: Thresholds) -> dict[str, Any]:
     rerun = figures.get("kl_rerun")
     tail = None if rerun is None else float(np.percentile(rerun, 99.9))
     # A rerun with NaN proves nothing; the floor then applies.
-    usable = tail is not None and math.isfinite(tail)
+    if tail is not None and not math.isfinite(tail):
+        tail = None
     return {
         "kl_mean": float(figures["kl"].mean()),
         "kl_p999": float(np.percentile(figures["kl"], 99.9)),
-        "kl_p999_rerun": tail if usable else None,
-        "kl_limit": max(limits.kl_factor * tail, limits.kl_floor) if usable else limits.kl_floor,
+        "kl_p999_rerun": tail,
+        "kl_limit": max(limits.kl_factor * (tail or 0.0), limits.kl_floor),
     }
 
 
