@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -264,6 +266,15 @@ def test_not_enough_disk(hub, monkeypatch):
     assert hub.sent(shard(hub)) == []
 
 
+def test_a_disk_that_fills_up_on_the_way(hub, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache/blob")
+
+    monkeypatch.setattr(fetching, "_pull", full)
+    assert main([]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "fetch: /cache/blob: No space left on device; set HF_HOME"
+
+
 def test_bytes_that_are_there_need_no_room(hub, tmp_path, monkeypatch):
     name = shard(hub)
     monkeypatch.setattr(fetching, "_ATTEMPTS", 1)
@@ -282,8 +293,6 @@ def test_a_server_without_ranges(hub):
 
 
 def test_another_fetch_at_work(hub, tmp_path):
-    import fcntl
-
     name = shard(hub)
     blobs = tmp_path / "cache" / "models--someone--tiny-4bit" / "blobs"
     blobs.mkdir(parents=True)
