@@ -132,7 +132,6 @@ def _toggle(
     return Toggle(name, summary, off, on, made, tuple(phases.split()), needs, min_context)
 
 
-# Needs are met in this order: what asks for an own kernel comes before what any splitting variant can do.
 _ALL = (
     _toggle(
         "packed_dequant", "4-bit weights expanded inside the product, not into an array first", "off", "packed",
@@ -171,16 +170,6 @@ _ALL = (
         {"every": _OWN_ATTENTION}, "decode",
     ),
     _toggle(
-        "coalesced_cache", "neighbouring lanes read neighbouring words of the cache", "off", "coalesced",
-        {"off": {"decode_attention.lanes": "apart"}, "coalesced": {"decode_attention.lanes": "coalesced"}},
-        {"every": _OWN_ATTENTION}, "decode",
-    ),
-    _toggle(
-        "cache_layout", "keys and values in pages of a fixed size, not one growing array", "contiguous", "paged",
-        {name: {"cache.layout": name} for name in ("contiguous", "paged")},
-        {"paged": _PAGE_READERS},
-    ),
-    _toggle(
         "fixed_block_layout", "a fixed number of key blocks that grow, not a growing number of fixed chunks",
         "off", "blocks",
         {
@@ -200,6 +189,16 @@ _ALL = (
             "split": Setting({"decode_attention.split": "chunks"}, {"decode_attention.split": ("blocks",)}),
         },
         {"every": _SPLITTING_ATTENTION}, "decode",
+    ),
+    _toggle(
+        "cache_layout", "keys and values in pages of a fixed size, not one growing array", "contiguous", "paged",
+        {name: {"cache.layout": name} for name in ("contiguous", "paged")},
+        {"paged": _PAGE_READERS},
+    ),
+    _toggle(
+        "coalesced_cache", "neighbouring lanes read neighbouring words of the cache", "off", "coalesced",
+        {"off": {"decode_attention.lanes": "apart"}, "coalesced": {"decode_attention.lanes": "coalesced"}},
+        {"every": _OWN_ATTENTION}, "decode",
     ),
     _toggle(
         "device_token", "the chosen token goes into the next step on the device", "off", "device",
@@ -404,8 +403,9 @@ def _configured(
     """The configuration, and all that its toggles and fields ask for, needs included."""
     claims = _claims(toggles, fields)
     config = _with(base, {name: claim.value for name, claim in claims.items()})
-    for name in sorted(toggles, key=list(TOGGLES).index):
-        needs = TOGGLES[name].requires[TOGGLES[name].key(toggles[name])]
+    wanted = [(name, TOGGLES[name].requires[TOGGLES[name].key(value)]) for name, value in toggles.items()]
+    # Needs that "best" can meet come first: after them a need for one certain variant must find it still free.
+    for name, needs in sorted(wanted, key=lambda item: any("best" in need.clashes for need in item[1])):
         config, _ = _give_way(config, needs, claims)
         values = flatten(config.to_dict())
         for need in needs:
