@@ -62,8 +62,8 @@ def _table(left: Study, right: Study) -> tables.Table:
     columns = [
         tables.Column("arm", "arm"), tables.Column("phase", "phase"),
         tables.Column("frontier", "context", text.tokens, True),
+        tables.Column("ratio", "B / A", text.ratio, True), tables.Column("interval", "95 % interval", numeric=True),
         tables.Column("a", "A, tok/s", text.number, True), tables.Column("b", "B, tok/s", text.number, True),
-        tables.Column("ratio", "B / A", text.ratio, True), tables.Column("interval", "95 % interval"),
         tables.Column("note", "note"),
     ]  # fmt: skip
     rows = []

@@ -76,11 +76,8 @@ def model_name(run: RunRow) -> str:
 
 
 def _says(run: RunRow, words: tuple[str, ...]) -> bool:
-    flat = flatten(run.model)
-    if any(flat.get(key) for key in flat if key.rsplit(".", 1)[-1] in words):
-        return True
-    kinds = {str(flat.get(key, "")).lower() for key in ("kind", "source", "weights", "weights.kind")}
-    return any(word in kinds for word in words)
+    """Whether one of `words` is a fact of the model that is true, or the kind that it is."""
+    return any(run.model.get(word) for word in words) or str(run.model.get("kind", "")).lower() in words
 
 
 def is_synthetic(run: RunRow) -> bool:

@@ -40,7 +40,7 @@ PER_FIGURE = 5
 MARKS_AT_MOST = 1500
 """Windows from which the drift plot draws lines in place of marks."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.grid": True, "axes.spines.right": False,
     "axes.spines.top": False, "axes.unicode_minus": False, "axes.formatter.use_locale": False, "axes.axisbelow": True,
     "figure.dpi": 72, "figure.facecolor": "white", "font.family": "DejaVu Sans", "font.size": 9, "grid.color": GRID,
@@ -167,11 +167,11 @@ def _ratio_page(study: Study, phase: Phase, groups: dict[str, list[Result]], pag
         canvas.entry(label, style)
         for r in group:
             if r.ratio is None:
-                canvas.cross(i, r.frontier, shift, f"{label} at {text.tokens(r.frontier)}: {r.verdict}", r.reason)
+                canvas.cross(i, r.frontier, shift, label, r.verdict, r.reason)
         for frontier in frontiers:
             if all(r.frontier != frontier for r in group):
                 why = _why_no_ratio(study, group[0], phase, frontier)
-                canvas.cross(i, frontier, shift, f"{label} at {text.tokens(frontier)}: no contrast", why)
+                canvas.cross(i, frontier, shift, label, "no contrast", why)
     return canvas.finish("; ".join(said) or "No ratio was found.", "The grey band is the margin.")
 
 
@@ -315,8 +315,9 @@ def _arms(study: Study) -> list[str]:
 
 
 def _style(i: int) -> dict[str, Any]:
-    """Colour and shape of series number `i`."""
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    """Colour and shape of series number `i`; from the eighth on, colours come again with another shape."""
+    again = i // len(COLOURS)
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[(i + again) % len(MARKERS)]}
 
 
 def _x(frontier: int) -> float:
@@ -345,8 +346,8 @@ class _Canvas:
         made: Any = self.figure.subplots(panels, 1, sharex=True, squeeze=False)
         self.panels: list[Axes] = list(made[:, 0])
         self.axes = self.panels[0]
-        self.notes: list[str] = []
         self.drawn = False
+        self._gaps: dict[tuple[str, str, str], list[int]] = {}
         self._legend: dict[str, dict[str, Any]] = {}
         for axes in self.panels:
             axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
@@ -385,22 +386,28 @@ class _Canvas:
             self.axes.fill_between(x, low, high, color=COLOURS[i % len(COLOURS)], alpha=0.22, linewidth=0)
 
     def crosses(self, i: int, arm: str, line: list[Cell], offset: int, of: int) -> None:
-        """Mark every gap of an arm on the floor of the plot."""
+        """Mark every gap of an arm on the floor of the plot; arms stand side by side."""
+        shift = (offset - (of - 1) / 2) * min(0.22, 0.7 / max(of, 1))
         for cell in line:
             if cell.gap:
-                shift = (offset - (of - 1) / 2) * 0.22
-                self.cross(
-                    i, cell.frontier, shift, f"{arm} at {text.tokens(cell.frontier)}: {text.gap(cell.gap)}", cell.reason
-                )
+                self.cross(i, cell.frontier, shift, arm, text.gap(cell.gap), cell.reason)
 
-    def cross(self, i: int, frontier: int, shift: float, what: str, reason: str) -> None:
-        """One missing point: a cross on a hatched strip, with the number of its note."""
-        self.notes.append(what + (f" – {text.one_line(reason)}" if reason else ""))
+    def cross(self, i: int, frontier: int, shift: float, label: str, kind: str, reason: str) -> None:
+        """One missing point: a cross on a hatched strip, with the number of its note; like gaps share a note."""
+        key = (label, kind, text.one_line(reason))
+        self._gaps.setdefault(key, []).append(frontier)
         x, colour = _x(frontier), COLOURS[i % len(COLOURS)]
         self.axes.axvspan(x - 0.4, x + 0.4, facecolor="none", edgecolor=GRID, hatch="////", linewidth=0, zorder=0)
         floor = self.axes.get_xaxis_transform()
         self.axes.plot([x + shift], [0.05], marker="x", color=colour, markeredgewidth=2, transform=floor, zorder=5)
-        self.axes.text(x + shift, 0.09, str(len(self.notes)), transform=floor, ha="center", fontsize=7.5)
+        number = list(self._gaps).index(key) + 1
+        self.axes.text(x + shift, 0.09, str(number), transform=floor, ha="center", fontsize=7.5)
+
+    def _notes(self) -> list[str]:
+        return [
+            f"{label} at {text.frontier_list(at, self.frontiers)}: {kind}" + (f" – {reason}" if reason else "")
+            for (label, kind, reason), at in self._gaps.items()
+        ]
 
     def finish(self, words: str, extra: str = "") -> Plot:
         """Legend, an explicit word where nothing could be drawn, and both file forms."""
@@ -422,9 +429,10 @@ class _Canvas:
         self.figure.savefig(buffer, format="png", metadata={"Software": None})
         vector = io.StringIO()
         self.figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None})
-        missing = f" {text.count(len(self.notes), 'point')} without a number, listed below." if self.notes else ""
+        gaps = sum(map(len, self._gaps.values()))
+        missing = f" {text.count(gaps, 'point')} without a number, listed below." if gaps else ""
         description = f"{self.title}. {words}.{missing} {extra}".replace("..", ".").strip()
-        return Plot(self.name, self.title, description, vector.getvalue(), buffer.getvalue(), self.notes)
+        return Plot(self.name, self.title, description, vector.getvalue(), buffer.getvalue(), self._notes())
 
 
 def _short(label: str, limit: int = 34) -> str:

@@ -10,12 +10,18 @@ from reports import facts, text
 from reports.cells import PHASES, Cell, Result, Study
 from sweeps.rows import RunRow
 
+NOISY_MARGIN = 0.1
+"""Margin from which a report warns that its machine was too noisy for fine questions."""
+
 VERDICTS = ("faster", "slower", "same", "unclear", "blocked", "unsupported")
 
 
 @dataclass
 class Finding:
-    """One contrast at one phase in words. `word` is the verdict, ``mixed`` where it changes with context."""
+    """One contrast at one phase in words; `ratios` and `right` in short, for a table of many.
+
+    word: the verdict, or ``mixed`` where it changes with context.
+    """
 
     title: str
     phase: str
@@ -25,6 +31,8 @@ class Finding:
     how_sure: str
     still_right: str
     limit: str
+    ratios: str
+    right: str
 
 
 def findings(study: Study) -> list[Finding]:
@@ -50,6 +58,8 @@ def _finding(study: Study, group: list[Result]) -> Finding:
         how_sure=_how_sure(group),
         still_right=_still_right(group),
         limit=limit(study.line(first.arm, first.phase)),
+        ratios=_ratios(group),
+        right=_right(group),
     )
 
 
@@ -87,6 +97,18 @@ def _how_much(group: Sequence[Result]) -> str:
     return parts[0] if len(known) == 1 else " to ".join(parts)
 
 
+def _ratios(group: Sequence[Result]) -> str:
+    known = sorted(r.ratio for r in group if r.ratio is not None)
+    ends = list(dict.fromkeys(text.ratio(x) for x in known[:1] + known[-1:]))
+    return " to ".join(ends) or text.ABSENT
+
+
+def _right(group: Sequence[Result]) -> str:
+    if any(r.verdict == "blocked" for r in group):
+        return "NO"
+    return "yes" if all(r.check.get("passed") is True for r in group) else "not checked everywhere"
+
+
 def _how_sure(group: Sequence[Result]) -> str:
     units = sorted({r.units for r in group})
     span = text.count(units[0], "unit") if len(units) == 1 else f"{units[0]} to {units[-1]} units"
@@ -101,7 +123,10 @@ def _how_sure(group: Sequence[Result]) -> str:
     said += f"; margin {text.percent(max(margins))}" if margins else "; no margin recorded"
     seen = [r.detectable for r in group if r.verdict == "unclear" and r.detectable is not None]
     if seen:
-        said += f"; where unclear, a difference of {text.percent(max(seen) - 1)} would have been seen"
+        what = (
+            f"a difference of {text.percent(max(seen) - 1)}" if max(seen) < 2 else f"a ratio of {text.ratio(max(seen))}"
+        )
+        said += f"; where unclear, {what} would have been seen"
     return said
 
 
@@ -196,6 +221,12 @@ def warnings(runs: Sequence[RunRow], study: Study) -> list[str]:
         said.append("The working tree had uncommitted changes when this was measured.")
     if any(r.unit == "block" for r in study.results if not r.aa):
         said.append("This process only: intervals come from blocks of one session. A new process may differ by more.")
+    margins = [r.margin for r in study.results if r.margin is not None]
+    if margins and max(margins) > NOISY_MARGIN:
+        said.append(
+            f"Noisy: an arm differed from itself so much that differences up to {text.percent(max(margins))} count "
+            "as none. Here, same means little."
+        )
     broken = [c for c in study.gaps() if c.gap in ("oom", "timeout", "error")]
     if broken:
         said.append(f"{text.count(len(broken), 'point')} failed; see Skipped and failed.")
@@ -220,12 +251,17 @@ def _place(group: list[RunRow]) -> dict[str, str]:
     return {
         "Device": facts.chip_name(run) + (f" ({kind})" if kind else "") + (f", {text.size(memory)}" if memory else ""),
         "Model": f"{text.one_line(facts.model_name(run))}, weights {weights}",
-        "Engine": f"lilybench {run.project_version} on mlx {facts.version(run, 'mlx')}"
+        "Engine": f"lilybench {_numbered(run.project_version)}on mlx {facts.version(run, 'mlx')}"
         + (f" ({wheel})" if wheel else ""),
         "Baseline": f"mlx-lm {facts.version(run, 'mlx_lm')} on mlx {facts.version(run, 'mlx')}",
         "Date": days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
         "Sessions": text.count(len({(r.run_id, r.session) for r in group}), "session"),
     }
+
+
+def _numbered(version: str) -> str:
+    """A version with a space after it; nothing where the project ran without being installed."""
+    return f"{version} " if str(version)[:1].isdigit() else ""
 
 
 def requested_against_executed(study: Study) -> list[dict[str, Any]]:

@@ -303,17 +303,23 @@ def configs(runs: Sequence[RunRow]) -> list[tuple[str, str]]:
 
 def differences(a: Sequence[RunRow], b: Sequence[RunRow]) -> list[dict[str, str]]:
     """What differs between two runs beside their rows: machine, model, versions, prompt, settings."""
+    looks: dict[str, Callable[[RunRow], Any]] = {
+        "device": chip_name,
+        "kind of device": device_kind,
+        "model": model_name,
+        "mlx": lambda r: version(r, "mlx"),
+        "mlx-lm": lambda r: version(r, "mlx_lm"),
+        "python": lambda r: version(r, "python"),
+        "project version": lambda r: r.project_version,
+        "commit": lambda r: r.git.get("commit"),
+        "configuration": lambda r: r.config_hash,
+    }
+    for table in ("model", "prompt"):
+        keys = {key for run in (*a, *b) for key in getattr(run, table)} - {"name", "arms", "config"}
+        looks |= {f"{table} {key}": lambda r, t=table, k=key: getattr(r, t).get(k) for key in sorted(keys)}
     rows = []
-    looks: list[tuple[str, Callable[[RunRow], Any]]] = [
-        ("device", chip_name), ("kind of device", device_kind), ("model", model_name),
-        ("model details", lambda r: flatten(r.model)), ("mlx", lambda r: version(r, "mlx")),
-        ("mlx-lm", lambda r: version(r, "mlx_lm")), ("python", lambda r: version(r, "python")),
-        ("project version", lambda r: r.project_version), ("commit", lambda r: r.git.get("commit") or r.git.get("sha")),
-        ("configuration", lambda r: r.config_hash), ("prompt", lambda r: flatten(r.prompt)),
-    ]  # fmt: skip
-    for name, look in looks:
-        left, right = ([text.plain(look(r)) for r in runs] for runs in (a, b))
-        left, right = list(dict.fromkeys(left)), list(dict.fromkeys(right))
+    for name, look in looks.items():
+        left, right = (list(dict.fromkeys(text.plain(look(r)) for r in runs)) for runs in (a, b))
         if left != right:
             rows.append({"fact": name, "a": "; ".join(left) or text.ABSENT, "b": "; ".join(right) or text.ABSENT})
     return rows

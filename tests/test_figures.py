@@ -107,3 +107,18 @@ def test_series_differ_by_shape_as_well(seen: Study) -> None:
     assert len(figures.COLOURS) == len(figures.MARKERS)
     plot = drawn(figures.rate, seen, "decode")
     assert plot.png.startswith(b"\x89PNG") and "tokens a second" in plot.description
+
+
+def test_fourteen_series_look_different() -> None:
+    looks = {tuple(figures._style(i).items()) for i in range(14)}
+    assert len(looks) == 14
+
+
+def test_like_gaps_share_a_note(tmp_path: Path) -> None:
+    samples = [rows.sample("full", "decode", f) for f in (256, 512, 1024, 2048)]
+    lost = {"status": "skipped", "elapsed_ns": None, "reason": "budget spent"}
+    samples[1:] = [dataclasses.replace(s, **lost) for s in samples[1:]]
+    found = study(read_rows([rows.write_run(tmp_path / "r", [rows.run_row()], samples, [])]))
+    plot = drawn(figures.rate, found, "decode")
+    assert plot.notes == ["full at 512 to 2K: skipped – budget spent"]
+    assert labels(plot).count("1") == 3 and "3 points without a number" in plot.description

@@ -11,6 +11,7 @@ import locale
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -188,6 +189,29 @@ def test_reports_never_import_mlx(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
+@pytest.mark.parametrize("width", [500, 1280])
+def test_browser_shows_it_without_overflow_or_errors(built: Path, tmp_path: Path, width: int) -> None:
+    """In a real browser no part is wider than the window, and nothing is logged. (500 is the least that it allows.)"""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on this machine")
+    probe = (
+        "<script>addEventListener('error', e => { document.title = 'error ' + e.message });"
+    """In a real browser no part is wider than the window, and nothing is logged; 500 is its least width."""
+        "</script>"
+    )
+    copy = tmp_path / "page.html"
+    copy.write_text(built.read_text(encoding="utf-8").replace("</body>", probe + "</body>"), encoding="utf-8")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+               "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
+               "--dump-dom", copy.as_uri()]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(\d+) of (\d+)</title>", done.stdout)
+    assert found, done.stderr[-2000:]
+    assert int(found[1]) <= int(found[2])
+    assert "CONSOLE" not in done.stderr
+
+
 # -- what readers must be told --------------------------------------------------------------------
 
 
@@ -227,6 +251,21 @@ def test_unclear_says_what_it_could_have_seen(tmp_path: Path) -> None:
     source = page(rows.write_run(tmp_path / "r", *one_point(verdict="unclear", detectable=1.031)))
     assert "cannot tell whether full is faster" in source
     assert "a difference of 3.1\N{NO-BREAK SPACE}% would have been seen" in source
+
+
+def test_wide_margin_is_a_warning(tmp_path: Path) -> None:
+    """Where an arm differs from itself by a third, same is no finding."""
+    source = page(rows.write_run(tmp_path / "r", *one_point(verdict="same", ratio=0.9, margin=0.33)))
+    assert "Here, same means little" in source.split('id="rates"')[0]
+
+
+def test_many_contrasts_begin_with_a_table(tmp_path: Path) -> None:
+    arms = [f"arm{i}" for i in range(8)]
+    samples = [rows.sample(arm, "decode", 256) for arm in [*arms, "mlx_lm"]]
+    answers = [rows.contrast("decode", 256, arm) for arm in arms]
+    source = page(rows.write_run(tmp_path / "r", [rows.run_row()], samples, answers))
+    first = source.split('id="rates"')[0]
+    assert first.count('<th scope="row">') == 8 and first.count("▲ faster") == 16
 
 
 def test_blocked_arm_has_no_speed_anywhere(tmp_path: Path) -> None:
