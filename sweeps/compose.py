@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     """
     words = list(argv)
     command = "run"
-    if words and re.fullmatch(r"[a-z]+", words[0]):
+    if words and re.fullmatch(r"[a-z]+", words[0]) and words[0] not in (*GROUPS, *_CHOICES):
         command = words.pop(0)
         if command not in COMMANDS:
             raise UsageError(f"unknown command {command!r}{_near(command, COMMANDS)}; commands: {', '.join(COMMANDS)}")
@@ -160,7 +161,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
             raise UsageError(f"unknown option {word!r}: settings are written key=value; options are -m and --help")
         elif "=" not in word or word.startswith("="):
             known = _near(word, [*COMMANDS, *_CHOICES, *GROUPS])
-            raise UsageError(f"{word!r} is no setting{known}: settings are written key=value, as in sweep=ten")
+            raise UsageError(f"{word!r} has no value{known}: settings are written key=value, as in sweep=ten")
         elif word.startswith(("hydra/launcher=", "hydra.launcher.")):
             launcher.append(word)
         else:
@@ -328,14 +329,15 @@ def _model(value: str) -> list[str]:
     return ["model=custom", f"model.reference={quote(value)}"]
 
 
-def known_keys() -> list[str]:
+@lru_cache(maxsize=1)
+def known_keys() -> tuple[str, ...]:
     """Every key that may be set by hand, dotted: groups, fields of the engine, toggles, and the plain settings."""
     values = _compose([])
     values.pop("toggle")
     own = {"model.reference", "subject.binary", "subject.gguf", "model.seed", "model.skew", *GROUPS}
     plain = {k: v for k, v in values.items() if k not in GROUPS}
     engine = {"engine": EngineConfig().to_dict()}
-    return sorted({*own, *_flat(plain), *_flat(engine), *(f"toggle.{name}" for name in toggles.names())})
+    return tuple(sorted({*own, *_flat(plain), *_flat(engine), *(f"toggle.{name}" for name in toggles.names())}))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[str]:

@@ -229,11 +229,10 @@ class _Planner:
     def points(self) -> list[Point]:
         """All points in the order of frontiers, with every replicate the sweep allows."""
         made = []
-        impossible = {arm.name: toggles.impossible(arm.config) for arm in self.arms if arm.config}
-        known = {name: reason for name, reason in impossible.items() if reason}
+        impossible = {arm.name: toggles.impossible(arm.config) if arm.config else None for arm in self.arms}
         for frontier in self.request.frontiers:
-            skip = known | dict.fromkeys((arm.name for arm in self.arms), self._unreachable(frontier))
-            skip = {name: reason for name, reason in skip.items() if reason}
+            unreachable = self._unreachable(frontier)
+            skip = {name: unreachable or reason for name, reason in impossible.items() if unreachable or reason}
             for phase in self.request.phases:
                 made.append(self._point(phase, frontier, dict(skip)))
         self._full = {point.key: point.blocks for point in made}
@@ -384,6 +383,10 @@ class _Planner:
                 return
             here = [p for p in points if p.frontier == frontier]
             if frontier == self.request.frontiers[0]:
+                # A forecast may be wrong by half; the run itself ends at the budget whatever was planned.
+                if self.total(points) <= 2 * budget:
+                    self.notes.append(f"even the smallest plan may take {spell_time(self.total(points))}")
+                    return
                 raise PlanError(
                     f"budget={spell_time(budget)} is too short: one block at {frontier} tokens is forecast at "
                     f"{spell_time(self.total(points))}; raise budget= or choose smaller frontiers"

@@ -1,0 +1,163 @@
+"""The command line: words to a checked request, quoting, lists, paths, and the presets and ablations there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from ablations import arms
+from engine.config import ConfigError, EngineConfig
+from sweeps import compose
+from sweeps.compose import UsageError
+
+
+def test_defaults_are_the_toy_model_full_engine_and_mlx_lm():
+    request = compose.request([])
+    assert (request.engine_name, request.subject["name"], request.sweep) == ("full", "mlx_lm", "smoke")
+    assert request.engine == EngineConfig().to_dict()
+    assert request.frontiers == (256, 512, 1024, 2048)
+    assert (request.sessions, request.budget_seconds) == (1, 120)
+
+
+@pytest.mark.parametrize("name", compose.options("engine"))
+def test_preset_files_are_the_presets_of_the_arms(name):
+    assert compose.request([f"engine={name}"]).engine == arms.preset(name).to_dict()
+
+
+def test_every_preset_has_a_file():
+    assert set(compose.options("engine")) == set(arms.PRESETS)
+
+
+@pytest.mark.parametrize("name", compose.options("ablation"))
+def test_ablation_files_compose_and_name_themselves(name):
+    request = compose.request([f"ablation={name}", "sweep=ten"])
+    assert request.ablation["name"] == name
+    if request.ablation["varies"]:
+        assert request.phases == arms.toggle(request.ablation["varies"]).phases
+
+
+def test_every_toggle_has_an_ablation():
+    assert set(arms.TOGGLES) <= set(compose.options("ablation"))
+
+
+def test_sweeps_are_those_of_the_plan():
+    assert compose.request(["sweep=ten"]).frontiers[-1] == 131_072
+    publish = compose.request(["sweep=publish"])
+    assert (publish.sessions, publish.blocks) == (5, 5)
+
+
+def test_values_reach_the_request():
+    words = ["frontiers=[4K,256]", "budget=10m", "cap=90s", "arms=serial", "dry_run=json", "prompt=lily",
+             "decode.logprobs=true", "sessions=2", "blocks=3", "engine.prefill.chunk=4096", "toggle.gqa_packing=4"]  # fmt: skip
+    request = compose.request(words)
+    assert request.frontiers == (256, 4096)
+    assert (request.budget_seconds, request.cap_seconds) == (600, 90)
+    assert (request.arms, request.dry_run, request.prompt, request.logprobs) == ("serial", "json", "lily", True)
+    assert (request.sessions, request.blocks) == (2, 3)
+    assert request.engine_fields == {"prefill.chunk": 4096}
+    assert request.toggles == {"gqa_packing": "4"}
+
+
+@pytest.mark.parametrize("name", ["org/name@rev", "./a,b=c", "my model", "a#b", "a%20b", "a=b", "it's", "tail\\", "a|b"])
+def test_model_names_need_no_quoting_of_their_own(name, tmp_path):
+    (tmp_path / name).mkdir(parents=True)
+    (jobs,) = compose.jobs(compose.parse([f"model={name}"]), tmp_path)
+    assert compose.request(jobs, tmp_path).model["reference"] == name
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=0x17F), min_size=1))
+def test_quote_is_read_back_by_hydra(value):
+    (override,) = OverridesParser.create().parse_overrides([f"model.reference={compose.quote(value)}"])
+    assert override.value() == value
+
+
+def test_quotes_inside_the_value_are_taken_off():
+    (job,) = compose.jobs(compose.parse(["model='a,b'"]))
+    assert compose.request(job).model["reference"] == "a,b"
+
+
+def test_multirun_is_the_product_of_its_lists():
+    line = compose.parse(["-m", "ablation=step_trace,gdn_scan", "engine=plain,full", "frontiers=[256,512]"])
+    jobs = compose.jobs(line)
+    assert len(jobs) == 4
+    assert jobs[0] == ("ablation=step_trace", "engine=plain", "frontiers=[256,512]")
+
+
+def test_suite_runs_every_published_claim():
+    jobs = compose.jobs(compose.parse(["suite=published"]))
+    assert {job[0] for job in jobs} == {f"ablation={name}" for name in compose.published()}
+    assert len(jobs) >= 8
+
+
+@pytest.mark.parametrize("multirun", [[], ["-m"]])
+def test_relative_paths_start_at_the_launch_folder(multirun, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (job,) = compose.jobs(compose.parse([*multirun, "run_dir=runs/one"]))
+    request = compose.request(job)
+    assert request.run_dir == tmp_path.resolve() / "runs" / "one"
+    assert Path.cwd() == tmp_path.resolve()
+
+
+def test_composing_leaves_another_hydra_job_alone():
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    compose.register()
+    with initialize_config_dir(str(compose.config_dir()), version_base=None):
+        compose.request([])
+        assert hydra_compose("config").sweep.name == "smoke"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["toggle.packed_dequnt=off"], "packed_dequant"),
+        (["toggle.gqa_packing=3"], "known"),
+        (["engine=ful"], "'full'"),
+        (["engine.prefil.chunk=1"], "engine.prefill.chunk"),
+        (["engine.prefill.chunk=many"], "engine.prefill.chunk"),
+        (["engine.decode.trace=stepp"], "must be one of"),
+        (["sweep=smok"], "'smoke'"),
+        (["frontier=[256]"], "frontiers"),
+        (["frontiers=256,512"], "frontiers=[256,512]"),
+        (["frontiers=[abc]"], "[4K,128K]"),
+        (["frontiers=[]"], "empty"),
+        (["frontiers=[256"], "context length"),
+        (["ablation=gdn_scan,step_trace"], "-m"),
+        (["budget=fast"], "10m"),
+        (["budget=0"], "10m"),
+        (["cap=-1"], "90s"),
+        (["sessions=0"], "whole number"),
+        (["blocks=1.5"], "whole number"),
+        (["dry_run=maybe"], "json"),
+        (["arms=both"], "parallel"),
+        (["prompt=prose2"], "prose"),
+        (["phases=[prefil]"], "'prefill'"),
+        (["model="], "empty"),
+        (["seed=${oc.env:HOME}"], "references"),
+        (["engine=full", "engine=plain"], "twice"),
+        (["allow=batery"], "'battery'"),
+        (["sweep"], "key=value"),
+        (["--multi"], "-m"),
+        (["swep"], "unknown command"),
+        (["hydra/launcher=basic"], "-m"),
+        (["hydra.job.chdir=true"], "unknown setting"),
+        (["-m", "engine=full,"], "comma"),
+    ],
+)
+def test_bad_words_are_one_line_with_the_fix(words, said):
+    with pytest.raises((UsageError, arms.ArmError, ConfigError)) as caught:
+        for job in compose.jobs(compose.parse(words)):
+            compose.request(job)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_config_of_a_request_is_plain():
+    json.dumps(compose.request(["sweep=ten"]).config)

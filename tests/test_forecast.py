@@ -1,0 +1,98 @@
+"""Forecasts: memory against published peaks and machine sizes, times against the geometry and a probe."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import ModelConfig
+from sweeps.forecast import Forecast, Probe, apple, cpu, cuda, largest_frontier, memory, this_machine, token_bytes
+from sweeps.points import FRONTIERS
+
+REAL = ModelConfig()
+
+
+def test_decode_reads_what_the_byte_count_of_the_architecture_says():
+    assert token_bytes(REAL) == pytest.approx(1_669_563_648, rel=1e-4)
+
+
+def test_weights_of_another_packing_scale_the_bytes_of_a_token():
+    assert token_bytes(REAL, 2 * 19_508_789_376) == pytest.approx(2 * token_bytes(REAL), rel=1e-6)
+
+
+@pytest.mark.parametrize(("frontier", "peak_gb"), [(8192, 21.7), (32_768, 23.8), (65_536, 26.7), (131_072, 32.5)])
+def test_memory_meets_published_peaks_of_one_arm(frontier, peak_gb):
+    forecast = memory(REAL, apple("M4 Max", 128), frontier, arms=1)
+    assert forecast.total / 1e9 == pytest.approx(peak_gb, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "one", "two"),
+    [(24, 0, 0), (32, 16_384, 16_384), (48, 131_072, 131_072), (64, 262_144, 262_144), (128, 262_144, 262_144)],
+)
+def test_largest_frontier_by_machine(gigabytes, one, two):
+    machine = apple("M4 Pro", gigabytes)
+    assert (largest_frontier(REAL, machine, 1), largest_frontier(REAL, machine, 2)) == (one, two)
+
+
+def test_every_live_arm_adds_its_cache_but_no_weights():
+    machine = apple("M4 Max", 64)
+    one, two = memory(REAL, machine, 65_536, 1), memory(REAL, machine, 65_536, 2)
+    assert two.caches == 2 * one.caches
+    assert two.total - one.total == one.caches == 20_480 * 65_536 + REAL.state_bytes()
+
+
+def test_fused_attention_needs_no_scores():
+    assert memory(REAL, apple("M5 Max", 64), 131_072, 1).scratch < memory(REAL, apple("M4 Max", 64), 131_072, 1).scratch
+
+
+def test_machine_from_what_the_device_tells():
+    metal = {"kind": "metal", "device_name": "Apple M4 Pro", "memory_size": 48 << 30}
+    assert this_machine(metal).working_set_bytes == 36 << 30
+    told = this_machine(metal | {"max_recommended_working_set_size": 40_000_000_000})
+    assert told.working_set_bytes == 40_000_000_000
+    assert this_machine({"kind": "cpu", "device_name": "x"}).itemsize == 4
+    assert this_machine({"kind": "cuda", "device_name": "H", "memory_size": 1 << 37}).kind == "cuda"
+
+
+def test_published_rates_of_a_fast_mac_are_met_within_a_factor_of_1_5():
+    forecast = Forecast(REAL, apple("M5 Max", 128))
+    published = {256: (2536, 148.5), 4096: (5166, 145.6), 32_768: (3964, 118.2), 131_072: (2238, 75.0)}
+    for frontier, (prefill, decode) in published.items():
+        assert 1 / 1.65 < frontier / forecast.prefill("x", frontier) / prefill < 1.5
+        assert 1 / 1.5 < 1 / forecast.decode("x", frontier, 1) / decode < 1.5
+
+
+def test_baseline_without_a_fused_scan_is_slow_off_metal():
+    forecast = Forecast(REAL, cuda("H200", 150 * 10**9))
+    slow, fast = (2048 / forecast.prefill("x", 2048, subject=subject) for subject in ("mlx_lm", "engine"))
+    assert slow < 700 < fast
+
+
+def test_a_probe_is_used_between_and_beyond_its_lengths():
+    probe = Probe({"a": [(100, 1.0), (200, 2.0)]}, {"a": [(100, 0.01), (200, 0.02)]}, 3.0)
+    forecast = Forecast(REAL, cpu("c", 8 << 30), probe=probe)
+    assert forecast.prefill("a", 150) == pytest.approx(1.5)
+    assert forecast.prefill("a", 400) == pytest.approx(4.0, rel=0.01)
+    assert forecast.prefill("a", 50) == pytest.approx(0.5)
+    assert forecast.decode("a", 150, 10) == pytest.approx(0.15)
+    assert forecast.decode("a", 300, 1) == pytest.approx(0.03)
+    assert forecast.decode("a", 10, 1) == pytest.approx(0.01)
+    assert forecast.start() == 3.0
+
+
+def test_a_probe_of_other_arms_leaves_the_geometry():
+    probe = Probe({"a": [(100, 1.0)]}, {"a": [(100, 0.01)]})
+    with_probe, without = (Forecast(REAL, cpu("c", 8 << 30), probe=p) for p in (probe, None))
+    assert with_probe.prefill("b", 512) == without.prefill("b", 512)
+
+
+def test_decode_falling_with_position_in_a_noisy_probe_is_not_extrapolated_to_nothing():
+    probe = Probe({}, {"a": [(100, 0.02), (200, 0.01)]})
+    assert Forecast(REAL, cpu("c", 8 << 30), probe=probe).decode("a", 100_000, 1) == pytest.approx(0.01)
+
+
+def test_seconds_rise_with_context_for_every_frontier():
+    forecast = Forecast(REAL, apple("M1", 32))
+    prefills = [forecast.prefill("x", f) for f in FRONTIERS]
+    decodes = [forecast.decode("x", f, 1) for f in FRONTIERS]
+    assert prefills == sorted(prefills) and decodes == sorted(decodes)

@@ -1,0 +1,223 @@
+"""Plans: arms and contrasts, points and their keys, what is skipped, and how a budget is met."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from ablations.arms import ArmError
+from engine.config import ModelConfig
+from sweeps import compose, plan, preview
+from sweeps.forecast import Probe, apple, cpu
+from sweeps.models import Model
+from sweeps.plan import PlanError
+
+REAL = Model("real", "checkpoint", ModelConfig(), path="/weights", weights_bytes=19_508_789_376, weights_hash="w")
+TINY = Model("tiny", "synthetic", dataclasses.replace(
+    ModelConfig(), num_hidden_layers=4, hidden_size=256, num_experts=32, vocab_size=512, moe_intermediate_size=64,
+    shared_expert_intermediate_size=64), synthetic=True, weights_bytes=6_000_000)  # fmt: skip
+MAC = apple("M4 Max", 128)
+CPU = cpu("cpu", 8 << 30)
+
+
+def made(*words, model=REAL, machine=MAC, probe=None, launch=None):
+    return plan.make(compose.request(words, launch), model, machine, probe)
+
+
+def fast_probe(*arms, seconds_per_token=1e-4):
+    prefill = {arm: [(128, 128 * seconds_per_token), (512, 512 * seconds_per_token)] for arm in arms}
+    return Probe(prefill, {arm: [(128, 1e-3), (512, 1e-3)] for arm in arms}, 2.0)
+
+
+def test_default_arms_are_engine_baseline_and_a_second_engine():
+    job = made("sweep=ten").job
+    assert [(arm.name, arm.subject, arm.aa) for arm in job.arms] == [
+        ("full", "engine", False), ("mlx_lm", "mlx_lm", False), ("full.again", "engine", True)]  # fmt: skip
+    assert [(c.arm, c.reference) for c in job.contrasts] == [("full", "mlx_lm"), ("full.again", "full")]
+    assert job.arms[0].hash == job.arms[2].hash
+
+
+def test_ten_frontiers_with_replicates_that_fall_with_cost():
+    job = made("sweep=ten", "budget=100h").job
+    blocks = {p.frontier: p.blocks for p in job.points if p.phase == "prefill"}
+    assert blocks == {**dict.fromkeys((256, 512, 1024, 2048, 4096, 8192), 5), 16_384: 2, 32_768: 2, 65_536: 1, 131_072: 1}
+    assert {p.blocks for p in job.points if p.phase == "decode"} == {5}
+    assert all(p.straight == (p.frontier <= 8192) for p in job.points)
+    assert job.settings["walk_check"] == 16_384
+
+
+def test_longer_chunks_are_straight_for_longer():
+    job = made("sweep=ten", "engine.prefill.chunk=4096").job
+    assert [p.straight for p in job.points if p.frontier == 16_384] == [True, True]
+
+
+def test_publish_is_five_sessions_of_five_blocks():
+    job = made("sweep=publish", "budget=1000h").job
+    assert (job.sessions, max(p.blocks for p in job.points)) == (5, 5)
+
+
+def test_a_cpu_decodes_in_many_short_windows():
+    arms = ("full", "mlx_lm", "full.again")
+    job = made("blocks=5", "budget=1h", model=TINY, machine=CPU, probe=fast_probe(*arms)).job
+    decode = [p for p in job.points if p.phase == "decode"]
+    assert {(p.blocks, p.decode_tokens) for p in decode} == {(60, 8)}
+
+
+def test_an_ablation_varies_one_toggle_and_gives_both_arms_what_either_needs():
+    job = made("ablation=gpu_routing", "sweep=ten").job
+    off, on = (arm for arm in job.arms if arm.subject == "engine" and not arm.aa)
+    assert (off.config["route"], on.config["route"]) == ("host", "mlx")
+    assert off.config["decode"]["trace"] == on.config["decode"]["trace"] == "eager"
+    assert off.config["prefill"]["submission"] == on.config["prefill"]["submission"] == "layer"
+    assert ("gpu_routing=device", "gpu_routing=off") in [(c.arm, c.reference) for c in job.contrasts]
+
+
+@pytest.mark.parametrize("name", [n for n in compose.options("ablation") if n != "none"])
+@pytest.mark.parametrize("engine", ["plain", "full"])
+def test_every_ablation_plans_in_both_directions(name, engine):
+    job = made(f"ablation={name}", f"engine={engine}", "sweep=ten").job
+    assert len({arm.hash for arm in job.arms if arm.subject == "engine"}) >= 2
+
+
+def test_presets_against_each_other():
+    assert [a.name for a in made("ablation=full_vs_plain", "sweep=ten", "subject=none").job.arms] == [
+        "plain", "full", "plain.again"]  # fmt: skip
+
+
+def test_a_contradiction_of_toggle_and_field_is_refused():
+    with pytest.raises(ArmError, match="contradict"):
+        made("toggle.prefill_chunk=4096", "engine.prefill.chunk=512")
+
+
+def test_a_toggle_cannot_be_both_fixed_and_varied():
+    with pytest.raises(PlanError, match="gdn_scan"):
+        made("ablation=gdn_scan", "toggle.gdn_scan=mlx")
+
+
+def test_an_override_that_makes_the_arms_equal_is_refused():
+    with pytest.raises(ArmError):
+        made("ablation=prefill_chunk", "engine.prefill.chunk=4096")
+
+
+def test_impossible_combinations_are_skipped_with_their_reason():
+    job = made("toggle.cache_layout=paged", "engine.decode_attention.variant=mlx", "sweep=ten").job
+    assert "contiguous" in job.points[0].skip["full,cache_layout=paged"]
+    assert "mlx_lm" not in job.points[0].skip
+
+
+def test_keys_follow_what_determines_the_result_and_nothing_else():
+    key = {name: made(*words).job.points[0].key for name, words in {
+        "base": (), "blocks": ("blocks=2",), "budget": ("budget=3m",), "seed": ("seed=1",), "prompt": ("prompt=code",),
+        "engine": ("engine.prefill.chunk=512",), "logprobs": ("decode.logprobs=true",)}.items()}  # fmt: skip
+    assert key["base"] == key["blocks"] == key["budget"]
+    assert len({key[n] for n in ("base", "seed", "prompt", "engine", "logprobs")}) == 5
+
+
+def test_keys_are_unique_within_a_job():
+    points = made("sweep=ten").job.points
+    assert len({p.key for p in points}) == len(points) == 20
+
+
+def test_a_budget_drops_replicates_from_the_long_end_first_and_says_so():
+    whole, cut = made("sweep=ten", "budget=100h"), made("sweep=ten", "budget=20m")
+    assert not whole.dropped and cut.dropped
+    assert cut.seconds <= 20 * 60
+    full = {p.key: p.blocks for p in whole.job.points}
+    left = {p.frontier: p.blocks / full[p.key] for p in cut.job.points if p.phase == "decode"}
+    shares = [left[f] for f in sorted(left)]
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1]
+    assert len(cut.dropped) == sum(p.blocks < full[p.key] for p in cut.job.points)
+
+
+def test_a_budget_that_ends_before_the_long_frontiers_skips_them_with_the_reason():
+    job = made("sweep=ten", "budget=2m").job
+    last = [p for p in job.points if p.frontier == 131_072]
+    assert all("budget" in reason for p in last for reason in p.skip.values()) and last[0].skip
+    assert job.points[0].blocks >= 1 and not job.points[0].skip
+
+
+def test_a_budget_in_which_nothing_fits_is_refused():
+    with pytest.raises(PlanError, match="budget=1 s"):
+        made("sweep=ten", "budget=1s")
+
+
+def test_memory_skips_preset_frontiers_and_refuses_those_asked_for():
+    machine = apple("M1", 32)
+    skipped = made("sweep=ten", "budget=100h", machine=machine).rows[-1].skip
+    assert set(skipped) == {"full", "mlx_lm", "full.again"} and "working set" in skipped["full"]
+    with pytest.raises(PlanError, match="working set"):
+        made("frontiers=[128K]", machine=machine)
+
+
+def test_arms_take_turns_where_their_caches_do_not_fit_together():
+    machine = dataclasses.replace(MAC, working_set_bytes=35_000_000_000)
+    planned = made("sweep=ten", "budget=100h", machine=machine)
+    assert planned.job.settings["arms"] == "serial"
+    assert any("do not fit together" in note for note in planned.notes)
+
+
+def test_frontiers_beyond_the_context():
+    with pytest.raises(PlanError, match="262144"):
+        made("frontiers=[512K]")
+
+
+def test_an_arm_far_beyond_its_cap_is_skipped_for_prefill_only():
+    probe = fast_probe("full", "full.again")
+    probe.prefill["mlx_lm"], probe.decode["mlx_lm"] = [(128, 1.28), (512, 5.12)], [(128, 1e-3), (512, 1e-3)]
+    points = made("frontiers=[256,16K]", "cap=30s", "budget=1h", probe=probe).job.points
+    assert {(p.phase, p.frontier): sorted(p.skip) for p in points} == {
+        ("prefill", 256): [], ("decode", 256): [], ("prefill", 16_384): ["mlx_lm"], ("decode", 16_384): []}  # fmt: skip
+
+
+def test_calibration_is_only_a_a():
+    job = made("sweep=calibrate").job
+    assert {arm.hash for arm in job.arms} == {job.arms[0].hash}
+    assert [arm.aa for arm in job.arms] == [False, True, True] and len(job.contrasts) == 2
+
+
+def test_a_job_survives_its_file(tmp_path):
+    job = made("ablation=gdn_scan", "sweep=ten").job
+    plan.save_job(job, tmp_path / "job.json")
+    assert plan.load_job(tmp_path / "job.json") == job
+
+
+def test_the_same_command_goes_on_with_an_unfinished_run(tmp_path):
+    first = made(launch=tmp_path).job
+    plan.save_job(first, tmp_path / "reports" / "runs" / first.run_id / "job.json")
+    again = made("budget=5m", launch=tmp_path).job
+    assert again.run_dir == first.run_dir
+    assert plan.interrupted(again) == first
+    (tmp_path / "reports" / "runs" / first.run_id / "report.md").write_text("done")
+    assert made(launch=tmp_path).job.run_dir != first.run_dir
+    assert made("seed=5", launch=tmp_path).job.run_dir != first.run_dir
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    plan.save_job(made("seed=1").job, tmp_path / "job.json")
+    with pytest.raises(PlanError, match="other settings"):
+        plan.interrupted(made("seed=2", f"run_dir={tmp_path}").job)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(PlanError, match="no run"):
+        plan.interrupted(made(f"run_dir={tmp_path / 'other'}").job)
+
+
+def test_the_dry_run_shows_points_memory_toggles_skips_and_total():
+    out = io.StringIO()
+    preview.show(made("sweep=ten", "toggle.gqa_packing=4", "budget=10m"), Console(file=out, width=140))
+    text = out.getvalue()
+    for word in ("131072", "GB", "toggle.gqa_packing=4 sets decode_attention.heads=4", "budget of 10 min", "Output:",
+                 "Given up for the budget"):  # fmt: skip
+        assert word in text
+
+
+def test_the_dry_run_for_programs_is_json():
+    out = io.StringIO()
+    preview.show(made("sweep=ten"), Console(file=out), form="json")
+    values = json.loads(out.getvalue())
+    assert [row["frontier"] for row in values["frontiers"]][-1] == 131_072
+    assert values["seconds"] > 0 and values["frontiers"][0]["bytes"] > 19e9
