@@ -173,9 +173,7 @@ unit_lower_inverse.register_autograd(_inverse_gradient, setup_context=_inverse_c
 
 
 @torch.library.custom_op("lilybench_tiny::carry", mutates_args=())
-def carry(
-    w: torch.Tensor, u: torch.Tensor, k: torch.Tensor, decay: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def carry(w: torch.Tensor, u: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The state before each chunk and each chunk's corrected values.
 
     ``v = u - w S;  S <- decay S + k^T v``, from S = 0.

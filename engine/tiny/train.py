@@ -157,14 +157,19 @@ def save(parameters: dict[str, nn.Parameter], config: ModelConfig, out: Path) ->
 # -- the run -------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def validate(forward: Forward, windows: Windows, count: int, length: int, batch: int) -> dict[str, Any]:
-    """Mean losses in nats for each kind, code by position, and how evenly experts are used."""
+    """Mean losses in nats for each kind, code by position, and how evenly experts are used.
+
+    Gradients stay on and batches whole, so that the graphs compiled for training are the ones that run.
+    """
     result: dict[str, Any] = {}
     windows.generator.manual_seed(2)  # the same windows every time
     for kind in KINDS:
         rows = windows.take(count, length, kind)
-        found = [forward.losses(rows[i : i + batch]) for i in range(0, count, batch)]
+        found = []
+        for start in range(0, count, batch):
+            losses = forward.losses(rows[start : start + batch])
+            found.append({name: value.detach() for name, value in losses.items()})
         result[kind] = round(torch.cat([f["next"] for f in found]).mean().item(), 4)
         result[f"{kind}_draft"] = round(torch.cat([f["draft"] for f in found]).mean().item(), 4)
         if kind == "code":
@@ -322,14 +327,16 @@ class Trainer:
         self.check("end", rounded=True)
         if options.state:
             torch.save(self.state(options.until), options.state)
-        self.note(steps=self.steps, tokens=self.tokens, seconds=round(time.monotonic() - began, 1), device=device_name())
+        self.note(
+            steps=self.steps, tokens=self.tokens, seconds=round(time.monotonic() - began, 1), device=device_name()
+        )
         (options.out / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.log))
 
     def check(self, label: str, rounded: bool = False) -> None:
         """Validate, and save what there is: a run that is cut off has left its last minute's weights."""
         options = self.options
-        count = max(1, options.valid_tokens // options.long)
         batch = max(1, options.tokens_per_step // options.long)
+        count = max(1, options.valid_tokens // options.long // batch) * batch
         with self.autocast():
             self.note(valid=label, **validate(self.forward, self.valid, count, options.long, batch))
             if rounded:
