@@ -75,6 +75,9 @@ def sweep(jobs: Sequence[Sequence[str]]) -> int:
     requests = [compose.request(job) for job in jobs]
     machine = forecast.this_machine()
     planned = [(request, models.find(request)) for request in requests]
+    for request, model in planned:
+        if model.missing and request.dry_run == "false":
+            raise UsageError(model.missing)
     plans = [plan.make(request, model, machine) for request, model in planned]
     codes = []
     for (request, model), first in zip(planned, plans):
@@ -94,8 +97,6 @@ def run(request: Request, model: models.Model, first: plan.Plan) -> int:
     """Measure one job and build its report; returns the exit code."""
     from sweeps import run as runner
 
-    if model.missing:
-        raise UsageError(model.missing)
     _check_disk(Path(first.job.run_dir))
     interrupted = plan.interrupted(first.job)
     job = interrupted or _probed(request, model, first).job
@@ -103,7 +104,7 @@ def run(request: Request, model: models.Model, first: plan.Plan) -> int:
         print(f"going on with the interrupted run {job.run_dir}", file=sys.stderr)
     code = runner.run(job)
     _keep_hydra(job.run_dir, request)
-    if model.toy:
+    if model.toy and code != 2:
         print(f"this was a toy model; the real one:  {models.REAL_COMMAND}", file=sys.stderr)
     return code
 

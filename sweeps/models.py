@@ -155,7 +155,7 @@ def _folder(folder: Path, name: str, repo: str | None = None, revision: str | No
 def _hub(name: str, repo: str, revision: str | None, fetch: bool, word: str, folder: Path | None = None) -> Model:
     from engine import fetch as hub
 
-    found = hub.find(repo, revision)
+    found = hub.cached(repo, revision)
     if found is None and fetch:
         found = hub.fetch(repo, revision)
     if found is not None:

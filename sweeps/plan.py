@@ -12,6 +12,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.config import EngineConfig
 from sweeps import toggles
 from sweeps.compose import Request, UsageError, published
 from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
+from sweeps.guard import Scope
 from sweeps.models import REAL_COMMAND, Model
 from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.store import RETRY, Store
@@ -336,7 +338,30 @@ class _Planner:
     def total(self, points: list[Point]) -> float:
         """Seconds of the whole run."""
         work = sum(self.seconds(point) for point in points if point.blocks) - self.walk_discount(points)
-        return self.request.sessions * (self.forecast.start() + work)
+        return self.request.sessions * (self.forecast.start() + work) + self.guard_seconds
+
+    @cached_property
+    def guard_seconds(self) -> float:
+        """Seconds of the quality guard: every distinct engine arm against the reference, by each phase."""
+        scope = Scope.on(self.machine.kind, self.model.config.max_position_embeddings)
+        distinct = {arm.hash: arm for arm in self.arms if arm.subject == "engine"}
+        return sum(self._guard(arm, scope) for arm in distinct.values())
+
+    def _guard(self, arm: Arm, scope: Scope) -> float:
+        forecast = self.forecast
+        if self.model.synthetic:
+            # Layer by layer beside MLX-LM, and both against a float32 pass.
+            baseline = next((a.name for a in self.arms if a.subject == "mlx_lm"), arm.name)
+            rows = scope.rows + scope.steps
+            return 4 * forecast.prefill(arm.name, rows) + 4 * forecast.prefill(baseline, rows, "mlx_lm")
+        total = 0.0
+        for context in scope.contexts:
+            # The cache is filled for both sides, and the reference runs twice over the compared positions.
+            total += 2 * forecast.prefill(arm.name, context) * len(self.request.phases)
+            total += 3 * forecast.prefill(arm.name, scope.positions)
+            if "decode" in self.request.phases:
+                total += 2 * forecast.decode(arm.name, context, scope.positions)
+        return total
 
     def fit(self, points: list[Point]) -> list[str]:
         """Step replicates down, long frontiers first, until the forecast is inside the budget.

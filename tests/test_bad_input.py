@@ -88,7 +88,7 @@ def test_a_relative_path_from_another_folder_says_where_it_looked(capsys, tmp_pa
 def test_a_hub_model_that_is_not_here_names_the_command_that_fetches_it(capsys, monkeypatch):
     from engine import fetch
 
-    monkeypatch.setattr(fetch, "find", lambda *a, **k: None)
+    monkeypatch.setattr(fetch, "cached", lambda *a, **k: None)
     line = refused(capsys, "model=org/name@abc", "probe=false")
     assert "model=org/name@abc fetch=true" in line
 
@@ -96,7 +96,7 @@ def test_a_hub_model_that_is_not_here_names_the_command_that_fetches_it(capsys, 
 def test_a_hub_model_that_is_not_here_can_be_planned(capsys, monkeypatch):
     from engine import fetch
 
-    monkeypatch.setattr(fetch, "find", lambda *a, **k: None)
+    monkeypatch.setattr(fetch, "cached", lambda *a, **k: None)
     assert main(["model=qwen3.6-35b", "sweep=ten", "dry_run=json", "budget=100h"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["model"]["missing"] and len(plan["frontiers"]) == 10
@@ -125,7 +125,11 @@ def test_an_index_that_names_an_absent_tensor(capsys, broken):
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
-    [("moe_intermediate_size", 128, "[32, 128"), ("model_type", "llama", "llama"), ("num_hidden_layers", 8, "layers.4")],
+    [
+        ("moe_intermediate_size", 128, "[32, 128"),
+        ("model_type", "llama", "llama"),
+        ("num_hidden_layers", 8, "layers.4"),
+    ],
 )
 def test_a_config_that_does_not_fit_the_weights(field, value, said, capsys, broken):
     config = json.loads((broken / "config.json").read_text())

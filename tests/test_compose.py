@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ablations import arms
 from engine.config import ConfigError, EngineConfig
@@ -52,9 +52,11 @@ def test_sweeps_are_those_of_the_plan():
 
 
 def test_values_reach_the_request():
-    words = ["frontiers=[4K,256]", "budget=10m", "cap=90s", "arms=serial", "dry_run=json", "prompt=lily",
-             "decode.logprobs=true", "sessions=2", "blocks=3", "engine.prefill.chunk=4096", "toggle.gqa_packing=4"]  # fmt: skip
-    request = compose.request(words)
+    words = (
+        "frontiers=[4K,256] budget=10m cap=90s arms=serial dry_run=json prompt=lily decode.logprobs=true sessions=2 "
+        "blocks=3 engine.prefill.chunk=4096 toggle.gqa_packing=4"
+    )
+    request = compose.request(words.split())
     assert request.frontiers == (256, 4096)
     assert (request.budget_seconds, request.cap_seconds) == (600, 90)
     assert (request.arms, request.dry_run, request.prompt, request.logprobs) == ("serial", "json", "lily", True)
@@ -63,7 +65,7 @@ def test_values_reach_the_request():
     assert request.toggles == {"gqa_packing": "4"}
 
 
-@pytest.mark.parametrize("name", ["org/name@rev", "./a,b=c", "my model", "a#b", "a%20b", "a=b", "it's", "tail\\", "a|b"])
+@pytest.mark.parametrize("name", ["org/name@rev", "./a,b=c", "my model", "a#b", "a%20b", "a=b", "it's", "t\\", "a|b"])
 def test_model_names_need_no_quoting_of_their_own(name, tmp_path):
     (tmp_path / name).mkdir(parents=True)
     (jobs,) = compose.jobs(compose.parse([f"model={name}"]), tmp_path)

@@ -44,7 +44,7 @@ def test_default_arms_are_engine_baseline_and_a_second_engine():
 def test_ten_frontiers_with_replicates_that_fall_with_cost():
     job = made("sweep=ten", "budget=100h").job
     blocks = {p.frontier: p.blocks for p in job.points if p.phase == "prefill"}
-    assert blocks == {**dict.fromkeys((256, 512, 1024, 2048, 4096, 8192), 5), 16_384: 2, 32_768: 2, 65_536: 1, 131_072: 1}
+    assert [blocks[f] for f in sorted(blocks)] == [5, 5, 5, 5, 5, 5, 2, 2, 1, 1]
     assert {p.blocks for p in job.points if p.phase == "decode"} == {5}
     assert all(p.straight == (p.frontier <= 8192) for p in job.points)
     assert job.settings["walk_check"] == 16_384
