@@ -13,7 +13,7 @@ ERRORS_BEFORE_STOP = 2
 """Windows of one arm that may fail at a point before the rest of that point is left."""
 
 CRASH = "crash"
-"""Flag of a window during which the process or its device died; longer frontiers of that arm are not tried again."""
+"""Flag of a window during which the process or its device died; the session leaves that arm from its frontier on."""
 
 
 class Ledger:
@@ -117,7 +117,8 @@ class Ledger:
     def _close_from(self, row: SampleRow) -> None:
         """From which frontier on an arm is not tried: after running out of memory or dying in both phases, after a
         timeout in its own."""
-        died = CRASH in row.flags and row.extra.get("attempt") == self._attempt
+        here = row.session == self._session and row.extra.get("attempt") == self._attempt
+        died = CRASH in row.flags and here
         if row.status == "oom" or died:
             phases, why = ("prefill", "decode"), "the process died" if died else "out of memory"
         elif row.status == "timeout":

@@ -363,7 +363,7 @@ def wait_for_rows(made, count: int, seconds: float = 60) -> None:
 
 def quick(folder: Path, **more):
     fast = {"ns_per_row": 2000, "ns_per_step": 1_000_000}
-    return job(folder / "run", [arm("a", **fast), arm("b", **fast)], points([256, 512], blocks=12), cap_seconds=30.0, **more)
+    return job(folder / "run", [arm("a", **fast), arm("b", **fast)], points([256], blocks=12), cap_seconds=30.0, **more)
 
 
 def test_kill_in_mid_sweep_then_the_same_command_finishes_without_doubles(tmp_path):
@@ -373,13 +373,13 @@ def test_kill_in_mid_sweep_then_the_same_command_finishes_without_doubles(tmp_pa
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     before = Store(made.run_dir).read().samples
-    assert 29 <= len(before) < 2 * 2 * 2 * 2 * 12
+    assert 29 <= len(before) < 2 * 2 * 2 * 12
     second = start(made)
     out, err = second.communicate(timeout=120)
     assert second.returncode == 0, err
     rows = [json.loads(line) for line in (Path(made.run_dir) / "samples.jsonl").read_text().splitlines()]
     counted = Counter((r["point"], r["arm"], r["block"], r["slot"]) for r in rows if r["block"] >= 0)
-    assert len(counted) == 2 * 2 * 2 * 2 * 12
+    assert len(counted) == 2 * 2 * 2 * 12
     assert set(counted.values()) == {1}
     assert rows[: len(before)] == [json.loads(json.dumps(vars(row))) for row in before]
     last = out.strip().splitlines()[-1]
@@ -389,8 +389,13 @@ def test_kill_in_mid_sweep_then_the_same_command_finishes_without_doubles(tmp_pa
 def test_a_worker_that_is_killed_leaves_its_signal_and_the_session_goes_on(tmp_path):
     made = quick(tmp_path, sessions=2)
     sweep = start(made)
-    wait_for_rows(made, 30)
+    wait_for_rows(made, 60)
     (worker,) = [p for p in _children(sweep.pid) if "sweeps.worker" in " ".join(p.cmdline())]
+    worker.suspend()
+    while not runner.in_flight_path(made, 0).is_file():
+        worker.resume()
+        time.sleep(0.003)
+        worker.suspend()
     worker.kill()
     _, err = sweep.communicate(timeout=120)
     assert sweep.returncode == 1, err
@@ -398,7 +403,7 @@ def test_a_worker_that_is_killed_leaves_its_signal_and_the_session_goes_on(tmp_p
     errors = [row for row in rows if row.status == "error"]
     assert errors and all("killed by SIGKILL" in str(row.reason) for row in errors)
     assert {row.session for row in rows if row.status == "ok"} == {0, 1}
-    assert len([row for row in rows if row.session == 1 and row.block >= 0]) == 2 * 2 * 2 * 2 * 12
+    assert len([row for row in rows if row.session == 1 and row.block >= 0]) == 2 * 2 * 2 * 12
 
 
 def _children(pid: int):
@@ -433,7 +438,20 @@ def test_a_second_sweep_while_one_is_timing_is_one_clear_line(tmp_path, capsys, 
 # -- the real clock ----------------------------------------------------------------------------------
 
 
-def test_on_the_real_clock_identical_arms_agree_and_five_percent_is_found(tmp_path):
+@pytest.fixture
+def quiet(monkeypatch):
+    """Wake from a sleep at once even on a busy machine, where the system allows it; no waiting for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, OSError):
+        yield
+        return
+    yield
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def test_on_the_real_clock_identical_arms_agree_and_five_percent_is_found(tmp_path, quiet):
     """Fixed sleeps: the interval covers 1.0 in at least 17 of 20 runs, and 5 % is called slower in at least 18."""
     step = {"ns_per_row": 1, "ns_per_step": 2_000_000}
     arms = [arm("a", **step), arm("again", aa=True, **step), arm("b", slowdown=1.05, **step)]
