@@ -58,7 +58,7 @@ def make_oracle(shared: Shared) -> Engine:
         prefill_attention="reference",
         gated_delta="reference",
         head="reference",
-        decode=DecodeConfig(trace="eager", fusion="off"),
+        decode=DecodeConfig(trace="eager"),
     )
     return Engine(shared.config, shared.independent(), config, shared.real_vocab, mx.float32)
 
@@ -207,13 +207,13 @@ def compare_rates(job: Job, frontier: int | None = None, tokens: int = 32, trial
     ours, theirs = [], []
     for trial in range(trials + 1):
         prompt = prompts.take(length, trial)
-        mine = measure(subject, prompt, tokens, clock, mx.synchronize)
-        mx.synchronize()
-        other = stream(shared.lm_model, tokenizer, prompt, tokens)
-        mx.synchronize()
-        if trial:  # the first pair warms both up
-            ours.append(mine)
-            theirs.append(other)
+        for turn in (trial, trial + 1):  # who goes first alternates
+            if turn % 2:
+                ours.append(measure(subject, prompt, tokens, clock, mx.synchronize))
+            else:
+                theirs.append(stream(shared.lm_model, tokenizer, prompt, tokens))
+            mx.synchronize()
+    ours, theirs = ours[1:], theirs[1:]  # the first pair warmed both up
     samples = {"sweep": [asdict(r) for r in ours], "stream_generate": [asdict(r) for r in theirs]}
     scope = {"frontier": length, "tokens": tokens, "trials": trials, "chunk": subject.chunk}
     return verdict(ours, theirs) | scope | {"samples": samples}

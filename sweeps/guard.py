@@ -257,11 +257,13 @@ def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -
     guarded = check.get("figures", {}).get("executed")
     if not guarded:
         return None
+    # A timed prefill scores its last row only, the guard every row: the head may rightly be another variant.
+    last_row = {"head"} if check["figures"].get("phase") == "prefill" else set()
     seen: dict[str, set[tuple[str, str]]] = {}
     for op, variant, tile in guarded:
         seen.setdefault(op, set()).add((variant, tile))
     for op, variant, tile in paths(executed):
-        if op in seen and (variant, tile) not in seen[op]:
+        if op in seen and op not in last_row and (variant, tile) not in seen[op]:
             others = ", ".join(sorted(v if t in ("", "None") else f"{v} {t}" for v, t in seen[op]))
             ran = variant if tile in ("", "None") else f"{variant} {tile}"
             return f"{op} ran as {ran} in the timed window, the guard saw {others}"

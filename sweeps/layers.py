@@ -313,6 +313,6 @@ def _is_rounded(state: mx.array) -> bool:
     if state.dtype != mx.float32:
         return True
     words = state.view(mx.uint32)
-    filled = (words != 0).sum().item()
-    exact = ((words != 0) & ((words & 0xFFFF) == 0)).sum().item()
+    filled = int(mx.sum(words != 0))
+    exact = int(mx.sum((words != 0) & ((words & 0xFFFF) == 0)))
     return filled > 0 and exact > 0.9 * filled

@@ -88,7 +88,8 @@ class MlxLm:
             )
         if model.training:
             raise ValueError("the mlx_lm model is in training mode: call model.eval() first")
-        self.model, self.config, self.chunk = model, config, chunk
+        self.model: Any = model
+        self.config, self.chunk = config, chunk
         self._sampled: mx.array | None = None
         self.reset()
         self.reset_executed()
@@ -178,7 +179,7 @@ class MlxLm:
 
     def _last_sampled(self) -> int:
         assert self._sampled is not None
-        token = int(self._sampled.item())
+        token = int(self._sampled)
         self._sampled = None
         return token
 
@@ -239,10 +240,10 @@ class MlxLm:
         self._tokens = list(state.tokens)
         self._drain()
 
-    def _growing(self) -> list[KVCache]:
+    def _growing(self) -> list[Any]:
         return [c for c in self.cache if isinstance(c, KVCache)]
 
-    def _linear(self) -> list[ArraysCache]:
+    def _linear(self) -> list[Any]:
         return [c for c in self.cache if isinstance(c, ArraysCache)]
 
     # -- the quality guard -----------------------------------------------------------------------
@@ -255,7 +256,7 @@ class MlxLm:
             for at in range(0, len(tokens), size):
                 piece = tokens[at : at + size]
                 with mx.stream(generation_stream):
-                    rows = self.model(mx.array(piece)[None], cache=self.cache)[0].astype(mx.float32)
+                    rows = self.model(mx.array(list(piece))[None], cache=self.cache)[0].astype(mx.float32)
                     mx.eval(rows, [c.state for c in self.cache])
                 parts.append(rows)
                 self._tokens += piece

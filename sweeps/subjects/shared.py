@@ -7,7 +7,8 @@ engine borrows from it; synthetic weights are made by the engine, and MLX-LM's m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from engine.checkpoint import Inventory, inspect, load
 from engine.config import GROUP_SIZE, ModelConfig
 from engine.device import activation_dtype
 from engine.synthetic import make_weights
-from engine.weights import Weights
+from engine.weights import Layer, Weights
 from sweeps.subjects.base import SubjectError, SubjectUnsupported, memory_errors
 
 PREFIX = "language_model."
@@ -151,17 +152,25 @@ class Shared:
 
         A checkpoint up to 1 GiB is read again by the engine's loader. Of a larger one in MLX's layout the packed
         codes are shared, since a second copy would not fit (a loader cannot bend codes without changing their
-        shape); gains, scales and biases are read again.
+        shape); gains, scales and biases are read again. Layers of a larger model are made when asked for, one at a
+        time: all float32 scales together are gigabytes.
         """
+        if self.weights.nbytes > SMALL_BYTES and (self.inventory is None or self.inventory.layout == "mlx"):
+            whole = self._float32()
+            layers: Any = _LayersOnDemand(self._float32, len(whole.layers))
+            return dataclasses.replace(whole, layers=layers, tensors={})
         if self.path is None:
-            return Weights.from_tensors(self.config, self.weights.tensors, mx.float32)
-        if self.weights.nbytes <= SMALL_BYTES or self.inventory is None or self.inventory.layout != "mlx":
-            return load(self.path, mx.float32, mtp=False).weights
-        codes = {name: value for name, value in self.weights.tensors.items() if value.dtype == mx.uint32}
-        return Weights.from_tensors(self.config, self._stored_floats() | codes, mx.float32)
+            return self._float32()
+        return load(self.path, mx.float32, mtp=False).weights
+
+    def _float32(self) -> Weights:
+        """Nothing evaluated: casts happen where they are used."""
+        tensors = {k: v for k, v in self.weights.tensors.items() if self.path is None or v.dtype == mx.uint32}
+        return Weights.from_tensors(self.config, self._stored_floats() | tensors, mx.float32)
 
     def _stored_floats(self) -> dict[str, mx.array]:
-        assert self.inventory is not None and self.path is not None
+        if self.inventory is None or self.path is None:
+            return {}
         opened: dict[str, Any] = {file: mx.load(str(self.path / file)) for file in self.inventory.files}
         made = {}
         for name in self.inventory.names("text"):
@@ -192,6 +201,24 @@ class Shared:
         mx.clear_cache()
 
 
+class _LayersOnDemand(Sequence[Layer]):
+    """Layers of weights that are made anew for each, so that only the last one asked for is held."""
+
+    def __init__(self, make: Callable[[], Weights], count: int):
+        self._make, self._count = make, count
+        self._held: tuple[int, Layer] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Layer:  # type: ignore[override]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        if self._held is None or self._held[0] != index:
+            self._held = index, self._make().layers[index]
+        return self._held[1]
+
+
 def build_lm_model(config: ModelConfig, tensors: Mapping[str, mx.array]) -> Any:
     """MLX-LM's model class around given arrays, in evaluation mode.
 
@@ -206,7 +233,8 @@ def build_lm_model(config: ModelConfig, tensors: Mapping[str, mx.array]) -> Any:
     """
     from mlx_lm.models import qwen3_5_moe
 
-    model = qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(config.to_dict()))
+    arguments: Any = qwen3_5_moe.ModelArgs.from_dict(config.to_dict())
+    model = qwen3_5_moe.Model(arguments)
     held = {f"{PREFIX}{name}": value for name, value in tensors.items() if not name.startswith("mtp.")}
 
     def packing(path: str, module: nn.Module) -> bool | dict[str, Any]:
