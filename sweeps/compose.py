@@ -199,7 +199,7 @@ def published() -> list[str]:
     """Ablations that test a published claim."""
     found = []
     for name in options("ablation"):
-        if OmegaConf.load(config_dir() / "ablation" / f"{name}.yaml").get("published"):
+        if OmegaConf.select(OmegaConf.load(config_dir() / "ablation" / f"{name}.yaml"), "published"):
             found.append(name)
     return found
 

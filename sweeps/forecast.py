@@ -19,6 +19,7 @@ from engine.memory import cache_bytes, packed_bytes, scratch_bytes, weight_bytes
 GB = 1_000_000_000
 GIB = 1 << 30
 
+
 @dataclass(frozen=True)
 class Machine:
     """What a forecast needs to know of a machine.

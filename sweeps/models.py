@@ -163,4 +163,3 @@ def _hub(name: str, repo: str, revision: str | None, fetch: bool, word: str, fol
     also = f", and there is no folder {folder}" if folder else ""
     missing = f"{repo} is not on this machine{also}: fetch it with  python -m sweeps {word} fetch=true"
     return Model(name, "checkpoint", ModelConfig(), repo=repo, revision=revision, missing=missing)
-

@@ -186,8 +186,7 @@ def _family(request: Request) -> list[Arm]:
     values = [toggles.check(varies, str(value)) for value in ablation["values"]]
     configs = toggles.family(varies, values, request.engine, given, fields)
     return [
-        _arm(request, f"{varies}={value}", config, {**given, varies: value})
-        for value, config in zip(values, configs)
+        _arm(request, f"{varies}={value}", config, {**given, varies: value}) for value, config in zip(values, configs)
     ]
 
 
@@ -234,7 +233,8 @@ class _Planner:
         impossible = {arm.name: toggles.impossible(arm.config) if arm.config else None for arm in self.arms}
         for frontier in self.request.frontiers:
             unreachable = self._unreachable(frontier)
-            skip = {name: unreachable or reason for name, reason in impossible.items() if unreachable or reason}
+            reasons = {name: unreachable or reason for name, reason in impossible.items()}
+            skip = {name: reason for name, reason in reasons.items() if reason}
             for phase in self.request.phases:
                 made.append(self._point(phase, frontier, dict(skip)))
         self._full = {point.key: point.blocks for point in made}
