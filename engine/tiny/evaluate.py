@@ -227,7 +227,8 @@ def card(result: dict[str, Any], checkpoint: Path, sources: dict[str, Any] | Non
         "",
         "A small trained language model of the `qwen3_5_moe` architecture, so that perplexity, top-1 agreement, greedy",
         "text and draft acceptance mean something on any machine with nothing to download. It is an instrument for",
-        "testing an inference engine, not an assistant: it writes plausible Python and technical English, and knows little.",
+        "testing an inference engine, not an assistant: it writes plausible Python and technical English and knows",
+        "little.",
         "",
         "## What it is",
         "",
@@ -238,7 +239,8 @@ def card(result: dict[str, Any], checkpoint: Path, sources: dict[str, Any] | Non
         f"{config['linear_key_head_dim']}, top-{config['num_experts_per_tok']} of {config['num_experts']} experts of "
         f"{config['moe_intermediate_size']} and a shared one, a vocabulary of {config['vocab_size']}, one multi-token-"
         "prediction layer (`mtp.*`, stored as the trunk is).",
-        f"25.2 M parameters, {size / 2**20:.2f} MiB: MLX-LM's affine packing, 4 bits in groups of 64, router gates in 8.",
+        f"25.2 M parameters, {size / 2**20:.2f} MiB: MLX-LM's affine packing, 4 bits in groups of 64, router gates",
+        "in 8.",
         "",
         "## How it was made",
         "",
@@ -253,8 +255,8 @@ def card(result: dict[str, Any], checkpoint: Path, sources: dict[str, Any] | Non
             f"Trained from scratch on {end['device']}: {end['steps']:,} steps, {end['tokens'] / 1e6:.0f} M tokens, "
             f"{end['seconds'] / 60:.1f} minutes in all; windows of 1,024 tokens, of 4,096 in the last 35 %.",
             "In the last tenth the forward pass saw weights rounded to the 4-bit grid (straight-through gradients).",
-            "Muon for the matrices inside layers, AdamW for the rest; the loss adds 0.3 of the draft head's and 0.01 of",
-            "each layer's load balance.",
+            "Muon for the matrices inside layers, AdamW for the rest; the loss adds 0.3 of the draft head's and 0.01",
+            "of each layer's load balance.",
             "",
         ]
     lines += [

@@ -6,7 +6,10 @@ import torch
 
 
 def orthogonalise(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Push the singular values of each matrix ``[n, r, c]`` (r <= c) towards 1 by a quintic iteration, in bfloat16 on a GPU."""
+    """Push the singular values of each matrix ``[n, r, c]`` (r <= c) towards 1 by a quintic iteration.
+
+    In bfloat16 on a GPU, where it is enough and fast; in the given type elsewhere.
+    """
     if x.is_cuda:
         x = x.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

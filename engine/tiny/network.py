@@ -120,7 +120,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def _neumann(a: torch.Tensor) -> torch.Tensor:
-    """(I + a)^-1 for strictly lower triangular `a` ``[..., n, n]``, n <= 16: exact, by doubling."""
+    """(I + a)^-1 for strictly lower triangular `a` ``[..., n, n]``, n <= 8: exact, by doubling."""
     power = -a
     inverse = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) + power
     for _ in range(math.ceil(math.log2(a.shape[-1])) - 1):
@@ -130,9 +130,9 @@ def _neumann(a: torch.Tensor) -> torch.Tensor:
 
 
 def _block_inverse(a: torch.Tensor) -> torch.Tensor:
-    # Doubling alone overflows in 64 rows of like keys, so blocks of 16 are joined by substitution.
+    # Doubling alone overflows in 64 rows of like keys, so blocks of 8 are joined by substitution.
     n = a.shape[-1]
-    if n <= 16:
+    if n <= 8:
         return _neumann(a)
     half = n // 2
     first, second = _block_inverse(a[..., :half, :half]), _block_inverse(a[..., half:, half:])

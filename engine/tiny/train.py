@@ -16,6 +16,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,9 @@ class Windows:
     """Windows at random places of the token streams, mixed by kind; the streams live on the device."""
 
     def __init__(self, folder: Path, split: str, device: str, seed: int) -> None:
-        self.streams = {k: torch.from_numpy(load_ids(folder, split, k).astype("int32")).to(device) for k in KINDS}
+        with ThreadPoolExecutor() as pool:  # unpacking lets go of the interpreter lock
+            streams = pool.map(lambda kind: load_ids(folder, split, kind).astype("int32"), KINDS)
+            self.streams = {kind: torch.from_numpy(ids).to(device) for kind, ids in zip(KINDS, streams)}
         self.generator = torch.Generator().manual_seed(seed)
 
     def take(self, count: int, length: int, kind: str | None = None) -> torch.Tensor:
@@ -285,7 +288,7 @@ class Trainer:
             self.compile()
         trained_from = time.monotonic()
         deadline = began + 60 * options.minutes - options.reserve
-        good, good_at = self.state(self.start), time.monotonic()
+        good = self.state(self.start)
         next_check, rate_scale = trained_from + 60, 1.0
         last: tuple[torch.Tensor, ...] | None = None
         mark, mark_tokens, mark_steps = trained_from, self.tokens, self.steps
@@ -322,7 +325,7 @@ class Trainer:
                 next_check = clock + 60
                 self.check(f"{progress:.3f}")
                 if last is not None and last[0].isfinite():
-                    good, good_at = self.state(self.start), clock
+                    good = self.state(self.start)
                 mark, mark_tokens, mark_steps = time.monotonic(), self.tokens, self.steps
         self.check("end", rounded=True)
         if options.state:
