@@ -7,6 +7,7 @@ token is read.
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +100,8 @@ class Engine:
     def _trace(self) -> str:
         wanted, host = self.engine.decode.trace, [b.op.name for b in self.ops.all() if b.reads_host]
         if wanted == "best":
-            # On a CPU nothing is launched, so there is no launch to save by compiling.
-            return "eager" if host or self.device == "cpu" else "step"
+            # MLX compiles for a CPU with g++ at run time; without one a traced step cannot run there.
+            return "eager" if host or (self.device == "cpu" and shutil.which("g++") is None) else "step"
         if host and wanted == "step":
             raise VariantUnsupported(
                 "decode.trace", wanted, f"{', '.join(host)} reads back to the host inside the step; use eager"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Callable
 
 import mlx.core as mx
@@ -21,7 +22,8 @@ SORT_FROM = 64
 """Routed pairs from which rows are sorted by expert (MLX-LM's threshold): fewer do not repay the sort."""
 
 Product = Callable[[mx.array, Matrix], mx.array]
-GatherProduct = Callable[[mx.array, Matrix, mx.array, bool], mx.array]
+# (x, matrices, row of each pair or None if x is already one row a pair, expert of each pair, sorted)
+GatherProduct = Callable[[mx.array, Matrix, mx.array | None, mx.array, bool], mx.array]
 
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
@@ -36,8 +38,16 @@ def shared_expert(x: mx.array, w: Experts, product: Product) -> mx.array:
 
 
 def _combine(rows: mx.array, weights: mx.array) -> mx.array:
-    """Weighted sum over the k experts of each row: ``[rows, k, hidden] -> [1, rows, hidden]``."""
-    return (rows * weights[..., None].astype(rows.dtype)).sum(axis=-2)[None]
+    """Weighted sum over the k experts of each row, as one product: ``[rows, k, hidden] -> [1, rows, hidden]``."""
+    return (weights[:, None].astype(rows.dtype) @ rows).reshape(1, rows.shape[0], -1)
+
+
+@lru_cache(maxsize=64)
+def _row_of_pair(rows: int, k: int) -> mx.array:
+    """uint32 ``[rows, k]``: the row each pair reads. Kept, because made afresh it is a launch in every layer."""
+    made = mx.array(np.repeat(np.arange(rows, dtype=np.uint32), k).reshape(rows, k))
+    mx.eval(made)
+    return made
 
 
 def _gathered(x: mx.array, routing: Routing, w: Experts, product: GatherProduct) -> mx.array:
@@ -45,17 +55,15 @@ def _gathered(x: mx.array, routing: Routing, w: Experts, product: GatherProduct)
     rows, k = routing.ids.shape
     flat = x.reshape(rows, 1, -1)
     if rows * k < SORT_FROM:
-        pairs, ids, sort = flat[:, None], routing.ids, False
-        inverse = None
-    else:
-        order = _order(routing)
-        inverse = mx.argsort(order)
-        pairs, ids, sort = flat[order // k], routing.ids.flatten()[order], True
-    hidden = swiglu(product(pairs, w.gate_proj, ids, sort), product(pairs, w.up_proj, ids, sort))
-    out = product(hidden, w.down_proj, ids, sort).squeeze(-2)
-    if inverse is not None:
-        out = out[inverse].reshape(rows, k, -1)
-    return _combine(out, routing.weights)
+        ids, row, pair = routing.ids, _row_of_pair(rows, k), _row_of_pair(rows * k, 1).reshape(rows, k)
+        hidden = swiglu(product(flat, w.gate_proj, row, ids, False), product(flat, w.up_proj, row, ids, False))
+        out = product(hidden.reshape(rows * k, 1, -1), w.down_proj, pair, ids, False)
+        return _combine(out.reshape(rows, k, -1), routing.weights)
+    order = _order(routing)
+    ids, pairs = routing.ids.flatten()[order], flat[order // k]
+    hidden = swiglu(product(pairs, w.gate_proj, None, ids, True), product(pairs, w.up_proj, None, ids, True))
+    out = product(hidden, w.down_proj, None, ids, True)
+    return _combine(out[mx.argsort(order)].reshape(rows, k, -1), routing.weights)
 
 
 def _order(routing: Routing) -> mx.array:
@@ -65,25 +73,26 @@ def _order(routing: Routing) -> mx.array:
     return mx.argsort(routing.ids.flatten())
 
 
-def _gather_packed(x: mx.array, w: Matrix, ids: mx.array, sort: bool) -> mx.array:
+def _gather_packed(x: mx.array, w: Matrix, row: mx.array | None, ids: mx.array, sort: bool) -> mx.array:
     if not w.packed:
-        return _gather_dense(x, w, ids, sort)
+        return _gather_dense(x, w, row, ids, sort)
     return mx.gather_qmm(
-        x, w.weight, w.scales, w.biases, rhs_indices=ids, transpose=True,
+        x, w.weight, w.scales, w.biases, lhs_indices=row, rhs_indices=ids, transpose=True,
         group_size=w.group_size, bits=w.bits, sorted_indices=sort,
     )  # fmt: skip
 
 
-def _gather_dense(x: mx.array, w: Matrix, ids: mx.array, sort: bool) -> mx.array:
-    return mx.gather_mm(x, w.dense(x.dtype).swapaxes(-1, -2), rhs_indices=ids, sorted_indices=sort)
+def _gather_dense(x: mx.array, w: Matrix, row: mx.array | None, ids: mx.array, sort: bool) -> mx.array:
+    dense = w.dense(x.dtype).swapaxes(-1, -2)
+    return mx.gather_mm(x, dense, lhs_indices=row, rhs_indices=ids, sorted_indices=sort)
 
 
-def _gather_expanded(x: mx.array, w: Matrix, ids: mx.array, sort: bool) -> mx.array:
-    if sort:
-        return _gather_dense(x, w, ids, sort)
+def _gather_expanded(x: mx.array, w: Matrix, row: mx.array | None, ids: mx.array, sort: bool) -> mx.array:
+    if row is None:
+        return _gather_dense(x, w, row, ids, sort)
     # Few pairs: expand only the experts they chose.
     chosen = Matrix(w.weight[ids], _take(w.scales, ids), _take(w.biases, ids), w.bits, w.group_size)
-    return x @ chosen.dense(x.dtype).swapaxes(-1, -2)
+    return x[row] @ chosen.dense(x.dtype).swapaxes(-1, -2)
 
 
 def _take(array: mx.array | None, ids: mx.array) -> mx.array | None:

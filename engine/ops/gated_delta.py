@@ -33,28 +33,45 @@ CHUNK = 64
 
 
 def _convolve(qkv: mx.array, conv: mx.array, w: GatedDelta) -> tuple[mx.array, mx.array]:
-    """Causal depthwise convolution and SiLU: ``([1, T, conv_dim], new conv rows)``."""
+    """Causal depthwise convolution and SiLU, float32: ``([1, T, conv_dim], new conv rows)``."""
     taps, rows = w.conv.shape[1], qkv.shape[1]
-    window = mx.concatenate([conv.astype(qkv.dtype), qkv], axis=1)
-    kernel = w.conv[..., 0].T.astype(qkv.dtype)
-    mixed = window[:, :rows] * kernel[0]
+    kernel = w.conv[..., 0].T
+    if rows == 1:
+        # One row reads the kept rows where they lie: joining them first would be two more launches.
+        parts = [conv[:, tap : tap + 1] for tap in range(taps - 1)] + [qkv]
+        kept = mx.concatenate([conv[:, 1:], qkv.astype(conv.dtype)], axis=1)
+    else:
+        window = mx.concatenate([conv.astype(qkv.dtype), qkv], axis=1)
+        parts = [window[:, tap : tap + rows] for tap in range(taps)]
+        kept = _last_rows(window, qkv, conv)
+    mixed = parts[0].astype(mx.float32) * kernel[0]
     for tap in range(1, taps):
-        mixed = mixed + window[:, tap : tap + rows] * kernel[tap]
-    # A contiguous copy: a slice would keep the whole window alive in the cache.
-    return mixed * mx.sigmoid(mixed), mx.contiguous(window[:, rows:])
+        mixed = mixed + parts[tap].astype(mx.float32) * kernel[tap]
+    return mixed * mx.sigmoid(mixed), kept
+
+
+def _last_rows(window: mx.array, qkv: mx.array, conv: mx.array) -> mx.array:
+    """The rows that the next call's convolution needs; own memory, or a slice would keep the whole window alive."""
+    keep, rows = conv.shape[1], qkv.shape[1]
+    if rows >= keep:
+        return mx.contiguous(window[:, rows:])
+    return mx.concatenate([conv[:, rows:].astype(qkv.dtype), qkv], axis=1)
 
 
 def _split(mixed: mx.array, sizes: Sizes) -> tuple[mx.array, mx.array, mx.array]:
-    key_heads, key_dim, value_heads, value_dim = sizes
-    width, rows = key_heads * key_dim, mixed.shape[1]
-    q, k, v = mx.split(mixed, [width, 2 * width], axis=-1)
-    heads = (1, rows, key_heads, key_dim)
-    return q.reshape(heads), k.reshape(heads), v.reshape(1, rows, value_heads, value_dim)
+    """Unit queries (scaled by ``key dim ** -0.5``) and keys ``[1, T, key heads, dk]``, values ``[1, T, value heads, dv]``.
+
+    l2 normalisation with ε on the sum of squares is RMS normalisation with ε / dim, times ``dim ** -0.5``.
+    """
+    key_heads, dim, value_heads, value_dim = sizes
+    width, rows = 2 * key_heads * dim, mixed.shape[1]
+    unit = mx.fast.rms_norm(mixed[..., :width].reshape(1, rows, 2 * key_heads, dim), None, 1e-6 / dim)
+    q, k = unit[:, :, :key_heads] * (1 / dim), unit[:, :, key_heads:] * dim**-0.5
+    return q, k, mixed[..., width:].reshape(1, rows, value_heads, value_dim)
 
 
 def _unit(x: mx.array) -> mx.array:
-    """l2-normalised over the last axis in float32; ε on the sum of squares, as the reference has it."""
-    x = x.astype(mx.float32)
+    """l2-normalised over the last axis, written out: the reference does not lean on a fast op."""
     return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
 
 
@@ -66,7 +83,7 @@ def _log_decay(a: mx.array, w: GatedDelta) -> mx.array:
 
 def _gated_norm(o: mx.array, z: mx.array, w: GatedDelta) -> mx.array:
     """``RMSNorm(o) · silu(z)``, normalised per head: ``[1, T, heads, dv] -> [1, T, value_dim]``."""
-    normed = mx.fast.rms_norm(o, w.norm.astype(o.dtype), 1e-6).astype(mx.float32)
+    normed = mx.fast.rms_norm(o.astype(mx.float32), None, 1e-6) * w.norm
     gate = z.reshape(o.shape).astype(mx.float32)
     return (normed * gate * mx.sigmoid(gate)).astype(z.dtype).reshape(z.shape)
 
@@ -80,10 +97,9 @@ def _layer(core: Core) -> Callable[..., Result]:
     ) -> Result:  # fmt: skip
         mixed, conv = _convolve(qkv, conv, w)
         q, k, v = _split(mixed, sizes)
-        q, k = _unit(q) * sizes[1] ** -0.5, _unit(k)
-        beta = mx.sigmoid(b).astype(mx.float32)
+        beta = mx.sigmoid(b.astype(mx.float32))
         o, state = core(q, k, v, _log_decay(a, w), beta, state)
-        return _gated_norm(o.astype(qkv.dtype), z, w), conv, state
+        return _gated_norm(o, z, w), conv, state
 
     return run
 
@@ -93,8 +109,11 @@ def gated_delta_reference(
 ) -> Result:
     """Everything in float32, the recurrence token by token as written above; only the result is rounded."""
     mixed, conv_out = _convolve(qkv.astype(mx.float32), conv, w)
-    q, k, v = _split(mixed, sizes)
-    q, k = _unit(q) * sizes[1] ** -0.5, _unit(k)
+    key_heads, dim, value_heads, value_dim = sizes
+    q, k, v = mx.split(mixed, [key_heads * dim, 2 * key_heads * dim], axis=-1)
+    q = _unit(q.reshape(1, -1, key_heads, dim)) * dim**-0.5
+    k = _unit(k.reshape(1, -1, key_heads, dim))
+    v = v.reshape(1, -1, value_heads, value_dim)
     o, state = _recurrence(q, k, v, _log_decay(a, w), mx.sigmoid(b.astype(mx.float32)), state)
     normed = o * mx.rsqrt((o * o).mean(axis=-1, keepdims=True) + 1e-6) * w.norm.astype(mx.float32)
     gate = z.reshape(o.shape).astype(mx.float32)
@@ -110,6 +129,18 @@ def _step(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
     return (state * q[..., None, :]).sum(axis=-1), state
 
 
+def _single(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
+    """One token as two matrix-vector products around one update: ``S k`` needs no decayed copy of S first."""
+    key_heads, dim, heads = q.shape[2], q.shape[3], v.shape[2]
+    grouped = state.reshape(key_heads, heads // key_heads, -1, dim)
+    k, q = k.reshape(key_heads, 1, dim, 1), q.reshape(key_heads, 1, dim, 1)
+    g = mx.exp(log_g).reshape(key_heads, -1, 1, 1)
+    v, beta = v.reshape(key_heads, heads // key_heads, -1, 1), beta.reshape(key_heads, -1, 1, 1)
+    delta = beta * (v - g * (grouped @ k))
+    grouped = g * grouped + delta * k.reshape(key_heads, 1, 1, dim)
+    return (grouped @ q).reshape(1, 1, heads, -1), grouped.reshape(state.shape)
+
+
 def _recurrence(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
     repeat = v.shape[2] // q.shape[2]
     q, k = mx.repeat(q, repeat, axis=2), mx.repeat(k, repeat, axis=2)
@@ -122,8 +153,8 @@ def _recurrence(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx
 
 
 def _fast(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
-    kind = v.dtype
-    o, state = mx.fast.gated_delta_update(q.astype(kind), k.astype(kind), v, mx.exp(log_g), beta, state)
+    # Everything in float32: rounding q, k and v to 16 bits first costs more accuracy than it saves time.
+    o, state = mx.fast.gated_delta_update(q, k, v, mx.exp(log_g), beta, state)
     return o, state
 
 
@@ -162,12 +193,7 @@ def _chunked(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.ar
     """
     rows = q.shape[1]
     if rows == 1:
-        repeat = v.shape[2] // q.shape[2]
-        o, state = _step(
-            mx.repeat(q[:, 0], repeat, axis=1), mx.repeat(k[:, 0], repeat, axis=1),
-            v[:, 0].astype(mx.float32), mx.exp(log_g[:, 0]), beta[:, 0], state,
-        )  # fmt: skip
-        return o[:, None], state
+        return _single(q, k, v, log_g, beta, state)
     length = min(CHUNK, 1 << (rows - 1).bit_length())
     pad = -rows % length
     chunks = (rows + pad) // length

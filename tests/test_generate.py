@@ -1,0 +1,142 @@
+"""Prefill, decode and sampling: the same tokens by every path, nothing that grows, clear refusals."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import psutil
+import pytest
+from scipy import stats
+
+from engine.config import DecodeConfig, EngineConfig, PrefillConfig
+from engine.generate import Engine, NonFinite, Sampling, sample
+from engine.synthetic import make_weights, tiny_config
+
+TINY = tiny_config(4)
+IDS = np.random.default_rng(7).integers(0, 440, 200).tolist()
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return make_weights(TINY, 0, dtype=mx.float32)
+
+
+def make(weights, **fields) -> Engine:
+    return Engine(TINY, weights, EngineConfig(**{"decode": DecodeConfig(trace="eager"), **fields}), vocabulary=453)
+
+
+@pytest.fixture(scope="module")
+def expected(weights):
+    engine = make(weights)
+    return engine.decode(engine.prefill(IDS), 24)
+
+
+@pytest.mark.parametrize("trace", ["eager", "layer", "step"])
+@pytest.mark.parametrize("feedback", ["device", "host"])
+def test_every_way_of_driving_a_step_gives_the_same_tokens(weights, expected, trace, feedback):
+    engine = make(weights, decode=DecodeConfig(trace=trace, feedback=feedback, in_flight=3))
+    assert engine.decode(engine.prefill(IDS), 24) == expected
+
+
+@pytest.mark.parametrize("submission", ["chunk", "layer"])
+@pytest.mark.parametrize("chunk", [512, 64, 199])
+def test_chunks_and_waits_do_not_change_the_tokens(weights, expected, chunk, submission):
+    engine = make(weights, prefill=PrefillConfig(chunk=chunk, submission=submission))
+    assert engine.decode(engine.prefill(IDS), 24) == expected
+
+
+def test_generate_yields_what_decode_does_and_ends_at_a_stop_id(weights, expected):
+    first = make(weights).prefill(IDS)
+    engine = make(weights)
+    assert list(engine.generate(IDS, 25)) == [first, *expected]
+    engine.reset()
+    stop = expected[5]
+    want = [first, *expected]
+    assert list(engine.generate(IDS, 25, stop_ids=[stop])) == want[: want.index(stop)]
+
+
+def test_a_seed_fixes_the_sampled_tokens(weights):
+    how = Sampling(temperature=0.9, top_k=20, top_p=0.95)
+    runs = [list(make(weights).generate(IDS[:20], 12, how, seed=s)) for s in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_padded_tail_is_never_generated(weights):
+    tokens = list(make(weights).generate(IDS[:5], 60, Sampling(temperature=50.0), seed=3))
+    assert max(tokens) < 453
+
+
+def test_stamps_are_read_once_a_token_in_order(weights):
+    engine = make(weights)
+    ticks = iter(range(100))
+    ids, stamps = engine.decode(engine.prefill(IDS[:9]), 5, clock=lambda: next(ticks))
+    assert len(ids) == 5 and stamps == [0, 1, 2, 3, 4]
+
+
+def test_progress_reports_every_chunk(weights):
+    seen = []
+    make(weights, prefill=PrefillConfig(chunk=512)).prefill(IDS, progress=lambda d, t: seen.append((d, t)))
+    engine = make(weights)
+    engine.engine.prefill.chunk = 90
+    engine.prefill(IDS, progress=lambda d, t: seen.append((d, t)))
+    assert seen == [(200, 200), (90, 200), (180, 200), (200, 200)]
+
+
+def test_a_thousand_steps_leave_memory_and_objects_flat(weights):
+    engine = make(weights, decode=DecodeConfig(trace="step"))
+    engine.prefill(IDS)
+    engine.cache.reserve(1400)
+    engine.decode(5, 200)
+    gc.collect()
+    objects, resident, active = len(gc.get_objects()), psutil.Process().memory_info().rss, mx.get_active_memory()
+    engine.decode(5, 1000)
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 200
+    assert psutil.Process().memory_info().rss - resident < 8 << 20
+    assert mx.get_active_memory() - active < 1 << 20
+
+
+def test_log_probabilities_are_computed_when_asked_for(weights, expected):
+    engine = make(weights, decode=DecodeConfig(trace="eager", logprobs=True))
+    assert engine.decode(engine.prefill(IDS), 24) == expected
+    assert abs(float(mx.exp(engine.cache.state["logprobs"]).sum().item()) - 1) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([], "at least one token"), ([-1], "token id -1"), ([512], "token id 512"), ([1] * 5000, "context of 4096")],
+)
+def test_bad_tokens_are_refused_by_name(weights, tokens, message):
+    with pytest.raises(ValueError, match=message):
+        make(weights).prefill(tokens)
+
+
+def test_a_non_finite_logit_stops_the_run(weights):
+    broken = dict(weights.tensors)
+    broken["model.norm.weight"] = broken["model.norm.weight"] * float("nan")
+    engine = make(type(weights).from_tensors(TINY, broken))
+    with pytest.raises(NonFinite, match="not finite"):
+        engine.prefill(IDS[:4])
+
+
+def test_bad_sampling_settings_are_refused():
+    for bad in ({"temperature": -1}, {"temperature": float("nan")}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.1}):
+        with pytest.raises(ValueError, match="must be"):
+            Sampling(**bad)
+
+
+def test_samples_follow_the_truncated_distribution():
+    """20,000 draws against the probabilities that temperature, top-k and top-p define."""
+    logits = mx.array([[2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -4.0]])
+    how = Sampling(temperature=0.8, top_k=6, top_p=0.9)
+    draws = np.array(sample(mx.broadcast_to(logits, (20_000, 8)), how, mx.random.key(0)))
+    p = np.exp(np.array(logits[0], dtype=np.float64) / 0.8)
+    p[6:] = 0
+    p /= p.sum()
+    p[np.cumsum(p) - p >= 0.9] = 0
+    p /= p.sum()
+    counts = np.bincount(draws, minlength=8)
+    assert counts[p == 0].sum() == 0
+    assert stats.chisquare(counts[p > 0], 20_000 * p[p > 0]).pvalue > 1e-4
