@@ -43,6 +43,7 @@ def take(job: Job, folder: Path) -> Probe | None:
     clock = SystemClock()
     device = environment.accelerator_key()
     with lock.device_lock(environment.runtime_dir(), device, "probe", wait=bool(job.settings.get("wait"))):
+        print("timing each arm for a moment, to plan by", file=sys.stderr)
         start = clock.now_ns()
         try:
             child = [sys.executable, "-m", "sweeps.probe", str(path)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.config import ModelConfig
+from sweeps import probe as probing
 from sweeps.forecast import Forecast, Probe, apple, cpu, cuda, largest_frontier, memory, this_machine, token_bytes
-from sweeps.points import FRONTIERS
+from sweeps.points import FRONTIERS, Arm, Job, Point
 
 REAL = ModelConfig()
 
@@ -96,3 +97,17 @@ def test_seconds_rise_with_context_for_every_frontier():
     prefills = [forecast.prefill("x", f) for f in FRONTIERS]
     decodes = [forecast.decode("x", f, 1) for f in FRONTIERS]
     assert prefills == sorted(prefills) and decodes == sorted(decodes)
+
+
+def test_a_probe_of_known_subjects_forecasts_their_times_within_a_factor_of_1_5(tmp_path):
+    cost = {"ns_per_row": 20_000, "ns_per_step": 2_000_000}
+    slow = Arm("slow", "stub", options=cost, hash="a")
+    arms = [slow, Arm("again", "stub", options=cost, hash="a", aa=True)]
+    point = Point("key", "prefill", 2048, 1)
+    model = {"config": {"vocab_size": 512}}
+    job = Job(str(tmp_path), "id", model, {}, arms, [], [point], 1, 0, 60.0, 60.0)
+    probe = Probe.from_dict(probing.measure(job))
+    forecast = Forecast(ModelConfig(num_hidden_layers=4), cpu("c", 8 << 30), probe=probe)
+    assert 1 / 1.5 < forecast.prefill("slow", 2048) / (2048 * 20e-6) < 1.5
+    assert 1 / 1.5 < forecast.decode("slow", 256, 100) / 0.2 < 1.5
+    assert probe.prefill["again"] == probe.prefill["slow"]
