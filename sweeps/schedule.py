@@ -168,4 +168,3 @@ class Walk:
         self._cached += stretch.value.cached_tokens
         if self.position != stop:
             raise ChunksDiffer(f"whole chunks from {begin} to {stop} ran {stretch.value.chunks}")
-

@@ -111,7 +111,8 @@ def test_the_system_clock_times_a_sleep():
 
 
 @pytest.mark.parametrize(
-    ("elapsed", "work", "expected"), [(2 * SECOND, 64, 32.0), (0, 64, None), (-1, 64, None), (None, 64, None), (5, 0, None)]
+    ("elapsed", "work", "expected"),
+    [(2 * SECOND, 64, 32.0), (0, 64, None), (-1, 64, None), (None, 64, None), (5, 0, None)],
 )
 def test_rates_of_rows_need_time_and_work(elapsed, work, expected):
     row = SampleRow("r", 0, "p", "a", "h", "stub", "decode", 256, 0, 0, "ok", work_tokens=work, elapsed_ns=elapsed)

@@ -70,7 +70,9 @@ def test_another_schema_version_is_refused_by_name(tmp_path):
     Store(tmp_path).append(sample(0))
     path = tmp_path / "samples.jsonl"
     path.write_text(path.read_text().replace('"schema":1', '"schema":7'))
-    with pytest.raises(RowError, match=r"samples\.jsonl:1: SampleRow has schema version 7; this program reads version 1"):
+    with pytest.raises(
+        RowError, match=r"samples\.jsonl:1: SampleRow has schema version 7; this program reads version 1"
+    ):
         Store(tmp_path).read()
 
 
@@ -110,7 +112,9 @@ def test_contrasts_count_once_by_their_last_row(tmp_path):
     store = Store(tmp_path)
     for ratio in (1.0, 2.0):
         store.append(
-            ContrastRow(["r"], "c", "a", "b", "decode", 256, ratio, 1, 1, 1, 1, 3, "block", 0.01, "same", None, 1.1, "m")
+            ContrastRow(
+                ["r"], "c", "a", "b", "decode", 256, ratio, 1, 1, 1, 1, 3, "block", 0.01, "same", None, 1.1, "m"
+            )
         )
     assert [row.ratio for row in store.read().contrasts] == [2.0]
 

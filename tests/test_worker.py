@@ -64,7 +64,9 @@ def test_arms_of_a_turn_share_a_prompt_and_no_two_turns_do(tmp_path):
 
 
 def test_decode_starts_from_the_same_tokens_for_every_arm(tmp_path):
-    bench = Bench(job(tmp_path, [A, replace(B, options=B.options | {"tail": True})], points([256, 4096], walk_from=4096)))
+    bench = Bench(
+        job(tmp_path, [A, replace(B, options=B.options | {"tail": True})], points([256, 4096], walk_from=4096))
+    )
     bench.run()
     for frontier in (256, 4096):
         assert len({row.tokens_hash for row in bench.rows("decode", frontier=frontier)}) == 1
@@ -283,7 +285,9 @@ def test_over_the_cap_decode_goes_on_from_the_other_arms_state(tmp_path, walk_fr
         rows = bench.rows("decode", arm="b", frontier=frontier)
         assert len(rows) == 4
         assert {row.extra.get("cache_from") for row in rows} == {source}
-        assert {r.tokens_hash for r in rows} == {r.tokens_hash for r in bench.rows("decode", arm="a", frontier=frontier)}
+        assert {r.tokens_hash for r in rows} == {
+            r.tokens_hash for r in bench.rows("decode", arm="a", frontier=frontier)
+        }
 
 
 def test_an_arm_known_to_be_too_slow_takes_over_a_state_with_serial_arms_too(tmp_path):
@@ -417,8 +421,16 @@ def test_a_second_sweep_while_one_is_timing_is_one_clear_line(tmp_path, capsys, 
     from sweeps.environment import accelerator_key, runtime_dir
     from sweeps.lock import device_lock
 
-    holder = "import sys, time; from sweeps.environment import *; from sweeps.lock import device_lock\n" \
-        "with device_lock(runtime_dir(), accelerator_key(), 'first-run'): print('held', flush=True); time.sleep(60)"  # fmt: skip
+    holder = "\n".join(
+        [
+            "import time",
+            "from sweeps.environment import accelerator_key, runtime_dir",
+            "from sweeps.lock import device_lock",
+            "with device_lock(runtime_dir(), accelerator_key(), 'first-run'):",
+            "    print('held', flush=True)",
+            "    time.sleep(60)",
+        ]
+    )
     other = subprocess.Popen([sys.executable, "-c", holder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None
