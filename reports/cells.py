@@ -24,7 +24,8 @@ class Cell:
 
     low, high: 10th and 90th percentile over windows. session_medians: median rate of each session.
     bytes_per_second, flops_per_second: least bytes and least arithmetic over time, median. bandwidth: of the device,
-    bytes a second. gap: None, or why there is no number; `reason` then says more. failed: windows that ended badly.
+    bytes a second. gap: None, or why there is no number; `reason` then says more. partial: what
+    befell some of its windows, while others count.
     """
 
     arm: str
@@ -48,7 +49,7 @@ class Cell:
     flags: dict[str, int] = field(default_factory=dict)
     gap: GapKind | None = None
     reason: str = ""
-    failed: int = 0
+    partial: str = ""
     session_medians: list[float] = field(default_factory=list)
 
 
@@ -93,8 +94,8 @@ class Study:
         return [self.cells[arm, phase, f] for f in self.frontiers[phase] if (arm, phase, f) in self.cells]
 
     def gaps(self) -> list[Cell]:
-        """Cells without a number, and cells in which some windows failed."""
-        return [c for c in self.cells.values() if c.gap or c.failed]
+        """Cells without a number, and cells that lost some of their windows."""
+        return [c for c in self.cells.values() if c.gap or c.partial]
 
 
 class Labels:
@@ -267,8 +268,10 @@ def _cell(
     if any(_failed(row.check) for row in used):
         _block(cell, next(str(row.reason or "the quality guard failed") for row in used if _failed(row.check)))
     elif bad:
-        cell.failed = len(bad)
-        cell.reason = f"{len(bad)} of {len(bad) + len(used)} windows did not end well: {_reasons(bad)}"
+        cut = all(row.status == "skipped" for row in bad)
+        cell.partial = "cut short" if cut else "partly failed"
+        lost = "" if cut else f"{len(bad)} of {len(bad) + len(used)} windows: "
+        cell.reason = lost + _reasons(bad)
     return cell
 
 

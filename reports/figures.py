@@ -330,10 +330,8 @@ def _range_words(lines: dict[str, list[Cell]], value: Callable[[Cell], float | N
         known = [(v, c.frontier) for c in line if (v := value(c)) is not None]
         if known:
             (low, at_low), (high, at_high) = min(known), max(known)
-            said.append(
-                f"{arm}: {text.number(low)} {unit} at {text.tokens(at_low)}, "
-                f"{text.number(high)} at {text.tokens(at_high)}"
-            )
+            words = f"{arm}: {text.number(low)} {unit} at {text.tokens(at_low)}"
+            said.append(words if at_low == at_high else f"{words}, {text.number(high)} at {text.tokens(at_high)}")
     return "; ".join(said) or "No point has a number."
 
 

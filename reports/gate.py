@@ -14,6 +14,7 @@ from ablations.verdicts import gate as decide
 from reports import facts, text
 from reports.cells import Result, Study, study
 from reports.load import ReportError, read_rows
+from reports.summary import NOISY_MARGIN
 
 
 def gate(run: Path, fresh: Sequence[Path] = ()) -> Gate:
@@ -80,5 +81,9 @@ def _problems(seen: Study) -> list[str]:
         for c in seen.gaps()
         if c.arm in arms and c.gap in ("oom", "timeout", "error", "missing")
     ]
+    wide = [r for r in seen.results if not r.aa and r.margin is not None and r.margin > NOISY_MARGIN]
+    if wide:
+        widest = text.percent(max(r.margin or 0 for r in wide))
+        found.append(f"too noisy: at {text.count(len(wide), 'point')} the margin is up to {widest}")
     found += [f"{name} ends in an unfinished row" for name in seen.rows.torn]
     return found + ([] if seen.rows.runs else ["no process has a row"])

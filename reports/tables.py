@@ -164,14 +164,14 @@ def points(study: Study) -> Table:
         Column("low", "10th pct", text.number, True), Column("high", "90th pct", text.number, True),
         Column("windows", "windows", text.plain, True), Column("blocks", "blocks", text.plain, True),
         Column("sessions", "sessions", text.plain, True), Column("elapsed_ns", "time, median", text.duration, True),
-        Column("work_tokens", "tokens timed", text.number, True), Column("peak_bytes", "peak", text.size, True),
-        Column("gigabytes", "GB/s", text.number, True), Column("flags", "flags"), Column("state", "state", text.gap),
+        Column("peak_bytes", "peak", text.size, True), Column("gigabytes", "GB/s", text.number, True),
+        Column("flags", "flags"), Column("state", "state", text.gap),
     ]  # fmt: skip
     rows = []
     for c in study.cells.values():
         values = {k: v for k, v in vars(c).items() if k not in ("gap", "flags")}
         gigabytes = c.bytes_per_second / 1e9 if c.bytes_per_second else None
-        rows.append(values | {"gigabytes": gigabytes, "flags": _flags(c.flags), "state": c.gap or "ok"})
+        rows.append(values | {"gigabytes": gigabytes, "flags": _flags(c.flags), "state": c.gap or c.partial or "ok"})
     return Table("points", "Every point: rates over all its windows", columns, rows, "No point was measured.")
 
 
@@ -189,11 +189,11 @@ def gaps(study: Study) -> Table:
         Column("reason", "why"),
     ]
     rows = [
-        {"arm": c.arm, "phase": c.phase, "frontier": c.frontier, "kind": c.gap or "partly failed", "reason": c.reason}
+        {"arm": c.arm, "phase": c.phase, "frontier": c.frontier, "kind": c.gap or c.partial, "reason": c.reason}
         for c in study.gaps()
     ]
     return Table(
-        "gaps", "Points without a number, or with failed windows", columns, rows, "Nothing was skipped or failed."
+        "gaps", "Points without a number, or with windows lost", columns, rows, "Nothing was skipped or failed."
     )
 
 

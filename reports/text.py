@@ -80,12 +80,12 @@ def frontier_list(frontiers: Sequence[int], tested: Sequence[int] = ()) -> str:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """A number with `digits` significant digits but no fewer than its whole part; a dash where there is none."""
+    """A number: whole ones in full, others with `digits` significant digits at least; a dash where there is none."""
     x = finite(value)
     if x is None:
         return ABSENT
-    if x == 0:
-        return "0"
+    if isinstance(value, int) or x == 0:
+        return f"{x:,.0f}"
     whole = len(str(int(abs(x)))) if abs(x) >= 1 else 0
     if whole:
         return f"{x:,.{max(0, digits - whole)}f}"

@@ -308,6 +308,16 @@ def test_planned_point_without_rows_is_a_gap(tmp_path: Path) -> None:
     ]
 
 
+def test_point_cut_short_says_so(tmp_path: Path) -> None:
+    """A budget that ends amid a point leaves its number standing, and is told."""
+    run, samples, contrasts = one_point()
+    note = rows.sample(
+        "full", "decode", 256, block=-1, slot=-1, status="skipped", elapsed_ns=None, reason="budget spent"
+    )
+    seen = study(read_rows([rows.write_run(tmp_path / "r", run, [*samples, note], contrasts)]))
+    assert [(c.arm, c.partial, c.reason, c.windows) for c in seen.gaps()] == [("full", "cut short", "budget spent", 2)]
+
+
 # -- odd rows -------------------------------------------------------------------------------------
 
 
@@ -573,6 +583,7 @@ def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         {"low": None, "high": None},
         {"verdict": "unclear"},
         {"check": {"name": "teacher-forced", "passed": False}},
+        {"margin": 0.5},
     ],
 )
 def test_gate_never_passes_on_missing_evidence(
