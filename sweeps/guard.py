@@ -196,6 +196,7 @@ def judged(check: Check, made: Any) -> Check:
     figures = check.figures | {
         "rows": made.rows,
         "tied_rows": made.ties,
+        "distinct_experts": made.distinct,
         **{f"worst_{k}": v for k, v in made.worst.items()},
     }
     if not made.faults:

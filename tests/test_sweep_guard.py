@@ -16,7 +16,6 @@ from engine.synthetic import tiny_config, write_checkpoint
 from sweeps import baseline
 from sweeps.clock import ManualClock
 from sweeps.guard import PointGuard, Scope, paths, same_path
-from sweeps.layers import distinct_experts
 from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.prompts import Prompts, WordEncoder
 from sweeps.subjects import make
@@ -205,8 +204,8 @@ def test_oracle_reads_gains_by_its_own_road_even_where_codes_are_shared(checkpoi
     assert len(exact.layers) == 4 and exact.layers[2] is exact.layers[2] is not exact.layers[1]
 
 
-def test_distinct_experts_grow_with_the_text(synthetic):
-    one, many = (distinct_experts(synthetic.lm_model, TEXT[:n], chunk=16) for n in (1, 64))
+def test_distinct_experts_grow_with_the_text(checkpoint):
+    one, many = (baseline.gate(checkpoint, TEXT[:n]).figures["distinct_experts"] for n in (1, 48))
     assert one == [CONFIG.num_experts_per_tok] * 4
     assert all(CONFIG.num_experts_per_tok < n <= CONFIG.num_experts for n in many)
 
