@@ -79,6 +79,9 @@ def sweep(jobs: Sequence[Sequence[str]]) -> int:
         if model.missing and request.dry_run == "false":
             raise UsageError(model.missing)
     plans = [plan.make(request, model, machine) for request, model in planned]
+    for request, planned_job in zip(requests, plans):
+        if request.dry_run == "false":
+            planned_job.require_work()
     codes = []
     for (request, model), first in zip(planned, plans):
         if request.dry_run != "false":

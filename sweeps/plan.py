@@ -86,6 +86,13 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     expanded: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def require_work(self) -> None:
+        """Raise `PlanError` with the first reason if no arm can run at any point."""
+        points = self.job.points
+        if all(arm.name in point.skip for point in points for arm in self.job.arms):
+            reason = next(iter(points[0].skip.values()))
+            raise PlanError(f"nothing can be measured here: {reason}; dry_run=true shows all reasons")
+
 
 def make(request: Request, model: Model, machine: Machine, probe: Probe | None = None) -> Plan:
     """Plan one job.
@@ -118,15 +125,23 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
         seed=request.seed,
         budget_seconds=request.budget_seconds,
         cap_seconds=request.cap_seconds,
-        settings=_settings(request, model, plan, dropped),
+        settings=_settings(request, model, plan, points, dropped) | {"probed": probe is not None},
         argv=["python", "-m", "sweeps", *request.overrides],
         config=request.config,
         config_hash=config_hash,
     )
     notes = [*plan.notes, *([] if probe else ["times come from the geometry; they sharpen once the model is here"])]
-    expanded = {arm.name: toggles.fields_of(arm.toggles) for arm in arms if arm.toggles and not arm.aa}
+    expanded = {arm.name: _expanded(arm, request.engine) for arm in arms if arm.toggles and not arm.aa}
     rows = plan.rows(points)
     return Plan(job, rows, plan.total(points), machine, model, probe is not None, dropped, notes, expanded)
+
+
+def _expanded(arm: Arm, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What each toggle of an arm sets, and what the arm had to change besides so that it and its partners can run."""
+    made = {f"toggle.{name}": fields for name, fields in toggles.fields_of(arm.toggles).items()}
+    named = {field for fields in made.values() for field in fields}
+    besides = {name: value for name, value in toggles.differing(arm.config, base).items() if name not in named}
+    return made | ({"running it in every arm": besides} if besides else {})
 
 
 # -- arms and contrasts ------------------------------------------------------------------------------
@@ -307,6 +322,8 @@ class _Planner:
     def seconds(self, point: Point) -> float:
         """Seconds of one session at a point: its windows, and what must run around them."""
         arms = [arm for arm in self.arms if arm.name not in point.skip]
+        if not arms:
+            return 0.0
         each = 0.0
         for arm in arms:
             fill = self.forecast.prefill(arm.name, point.frontier, arm.subject, self._chunk_of(arm))
@@ -437,7 +454,9 @@ class _Planner:
 # -- the rest ----------------------------------------------------------------------------------------
 
 
-def _settings(request: Request, model: Model, plan: _Planner, dropped: list[str]) -> dict[str, Any]:
+def _settings(
+    request: Request, model: Model, plan: _Planner, points: list[Point], dropped: list[str]
+) -> dict[str, Any]:
     walk = [f for f in request.frontiers if f > STRAIGHT_CHUNKS * plan.chunk]
     return {
         "sweep": request.sweep,
@@ -447,6 +466,7 @@ def _settings(request: Request, model: Model, plan: _Planner, dropped: list[str]
         "check": request.check,
         "allow": request.allow,
         "dropped": dropped,
+        "forecast_seconds": round(plan.total(points), 1),
         "walk_check": 16_384 if 16_384 in walk else (walk[0] if walk else None),
         "published_claim": request.ablation["name"] in published(),
         "real_command": REAL_COMMAND if model.toy else None,

@@ -73,7 +73,7 @@ def _arms(plan: Plan, console: Console) -> None:
         console.print(f"Arm {arm.name}: {arm.subject}{note}", markup=False)
         for toggle, fields in plan.expanded.get(arm.name, {}).items():
             shown = ", ".join(f"{name}={value}" for name, value in fields.items())
-            console.print(f"  toggle.{toggle} sets {shown}", markup=False)
+            console.print(f"  {toggle} sets {shown}", markup=False)
     for contrast in plan.job.contrasts:
         console.print(f"Contrast: {contrast.arm} against {contrast.reference}", markup=False)
 

@@ -72,6 +72,12 @@ def fields_of(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return made
 
 
+def differing(config: Nested, base: Nested) -> dict[str, Any]:
+    """Dotted fields in which `config` differs from `base`, with its own values."""
+    pairs = arms.differing_fields(EngineConfig.from_dict(config), EngineConfig.from_dict(base))
+    return {name: pair[0] for name, pair in pairs.items()}
+
+
 def impossible(config: Nested) -> str | None:
     """Why this configuration can run nowhere, or None."""
     reasons = arms.impossible(EngineConfig.from_dict(config))

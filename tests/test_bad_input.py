@@ -159,6 +159,13 @@ def test_a_frontier_beyond_the_memory_of_the_machine(capsys, monkeypatch):
     assert "working set" in line and "frontiers=" in line
 
 
+def test_a_model_too_large_for_the_machine(capsys, monkeypatch):
+    from sweeps import forecast
+
+    monkeypatch.setattr(forecast, "this_machine", lambda: forecast.apple("M1", 16))
+    assert "working set" in refused(capsys, "model=synthetic-35b", "sweep=ten", "probe=false")
+
+
 def test_no_free_disk(capsys, monkeypatch):
     full = type(shutil.disk_usage("."))(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)

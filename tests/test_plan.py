@@ -221,3 +221,9 @@ def test_the_dry_run_for_programs_is_json():
     values = json.loads(out.getvalue())
     assert [row["frontier"] for row in values["frontiers"]][-1] == 131_072
     assert values["seconds"] > 0 and values["frontiers"][0]["bytes"] > 19e9
+
+
+def test_the_dry_run_says_what_both_arms_are_given():
+    expanded = made("ablation=gpu_routing", "sweep=ten").expanded["gpu_routing=device"]
+    assert expanded["toggle.gpu_routing=device"] == {"route": "mlx"}
+    assert expanded["running it in every arm"] == {"prefill.submission": "layer", "decode.trace": "eager"}
