@@ -259,7 +259,7 @@ class Engine:
 
     def _choose(self, h: mx.array, scores: bool) -> mx.array:
         """The step's end: logits, and unless they are the result, the next token (and the logarithms if asked)."""
-        logits = self.model.head(h)[0]
+        logits = self.model.head(h).squeeze(0)
         if scores:
             return logits
         if self.engine.decode.logprobs:

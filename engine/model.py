@@ -99,7 +99,7 @@ class Model:
     def experts(self, w: Experts, x: mx.array) -> mx.array:
         """Route every row to its experts and add the shared one."""
         rows = x.shape[1]
-        logits = self._linear(x, w.gate)[0]
+        logits = self._linear(x, w.gate).squeeze(0)
         routing = self.ops.route(logits, self.config.num_experts_per_tok, self.config.norm_topk_prob, rows=rows)
         return self.ops.experts(x, routing, w, rows=rows)
 

@@ -64,19 +64,21 @@ def attention_matmul(
     """
     _, heads, rows, dim = q.shape
     kv, n = keys.shape[1], keys.shape[2]
-    packed = (q[0] * scale).reshape(kv, heads // kv * rows, dim)
-    scores = (packed @ keys[0].swapaxes(-1, -2)).reshape(kv, heads // kv, rows, n)
+    # Squeezed, never indexed: an integer index is a gather, and here a copy of the whole cache.
+    k, v = keys.squeeze(0), values.squeeze(0)
+    packed = (q * scale).reshape(kv, heads // kv * rows, dim)
+    scores = (packed @ k.swapaxes(-1, -2)).reshape(kv, heads // kv, rows, n)
     visible = _visible(rows, n, position)
     if visible is not None:
         scores = mx.where(visible, scores, mx.finfo(scores.dtype).min)
     weights = mx.softmax(scores, axis=-1, precise=True).reshape(kv, -1, n)
     part = {"none": n, "chunks": SPLIT_CHUNK, "blocks": max(n // blocks, 1)}[split]
     if part >= n or n % part:
-        out = weights @ values[0]
+        out = weights @ v
     else:
         parts = weights.reshape(kv, -1, n // part, part).swapaxes(1, 2)
         # Partial sums are added in float32: in bfloat16 hundreds of them would lose what splitting gains.
-        out = (parts @ values[0].reshape(kv, n // part, part, dim)).astype(mx.float32).sum(axis=1).astype(q.dtype)
+        out = (parts @ v.reshape(kv, n // part, part, dim)).astype(mx.float32).sum(axis=1).astype(q.dtype)
     return out.reshape(1, heads, rows, dim)
 
 

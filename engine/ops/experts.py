@@ -120,7 +120,7 @@ def experts_grouped(x: mx.array, routing: Routing, w: Experts) -> mx.array:
     host = np.array(routing.ids) if routing.host_ids is None else routing.host_ids
     order = np.argsort(host, axis=None, kind="stable")
     edges = np.searchsorted(host.reshape(-1)[order], np.arange(w.gate_proj.shape[0] + 1))
-    pairs = x[0][mx.array((order // k).astype(np.uint32))]
+    pairs = x.squeeze(0)[mx.array((order // k).astype(np.uint32))]
     out = []
     for expert in np.flatnonzero(np.diff(edges)):
         part = pairs[int(edges[expert]) : int(edges[expert + 1])]

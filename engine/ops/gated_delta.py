@@ -16,6 +16,7 @@ by ``key dim ** -0.5``. The state stays in float32: rounding it to 16 bits destr
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Callable
 
 import mlx.core as mx
@@ -35,7 +36,8 @@ CHUNK = 64
 def _convolve(qkv: mx.array, conv: mx.array, w: GatedDelta) -> tuple[mx.array, mx.array]:
     """Causal depthwise convolution and SiLU, float32: ``([1, T, conv_dim], new conv rows)``."""
     taps, rows = w.conv.shape[1], qkv.shape[1]
-    kernel = w.conv[..., 0].T
+    # Slices, not integer indices: those are gathers, a launch each.
+    kernel = mx.split(w.conv.squeeze(-1).T, taps)
     if rows == 1:
         # One row reads the kept rows where they lie: joining them first would be two more launches.
         parts = [conv[:, tap : tap + 1] for tap in range(taps - 1)] + [qkv]
@@ -64,10 +66,19 @@ def _split(mixed: mx.array, sizes: Sizes) -> tuple[mx.array, mx.array, mx.array]
     l2 normalisation with ε on the sum of squares is RMS normalisation with ε / dim, times ``dim ** -0.5``.
     """
     key_heads, dim, value_heads, value_dim = sizes
-    width, rows = 2 * key_heads * dim, mixed.shape[1]
-    unit = mx.fast.rms_norm(mixed[..., :width].reshape(1, rows, 2 * key_heads, dim), None, 1e-6 / dim)
-    q, k = unit[:, :, :key_heads] * (1 / dim), unit[:, :, key_heads:] * dim**-0.5
-    return q, k, mixed[..., width:].reshape(1, rows, value_heads, value_dim)
+    width, rows = key_heads * dim, mixed.shape[1]
+    q, k, v = mx.split(mixed, [width, 2 * width], axis=-1)
+    q = mx.fast.rms_norm(q.reshape(1, rows, key_heads, dim), _gain(dim, 1 / dim), 1e-6 / dim)
+    k = mx.fast.rms_norm(k.reshape(1, rows, key_heads, dim), _gain(dim, dim**-0.5), 1e-6 / dim)
+    return q, k, v.reshape(1, rows, value_heads, value_dim)
+
+
+@lru_cache(maxsize=16)
+def _gain(dim: int, value: float) -> mx.array:
+    """A constant gain ``[dim]`` for a norm: the scale that would otherwise be a launch of its own. Kept evaluated."""
+    made = mx.full((dim,), value, dtype=mx.float32)
+    mx.eval(made)
+    return made
 
 
 def _unit(x: mx.array) -> mx.array:
@@ -220,14 +231,15 @@ def _chunked(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.ar
     reach = q * mx.exp(run)[..., None]
     tail = k * mx.exp(run[..., -1:] - run)[..., None]
     fade = mx.exp(run[..., -1])[..., None, None]
-    s, out = state[0], []
-    for c in range(chunks):
-        turned = s.swapaxes(-1, -2)
-        delta = own[c] - carried[c] @ turned
-        out.append(reach[c] @ turned + local[c] @ delta)
-        s = fade[c] * s + delta.swapaxes(-1, -2) @ tail[c]
-    o = mx.stack(out).swapaxes(1, 2).reshape(1, rows + pad, heads, -1)
-    return o[:, :rows], s[None]
+    out = []
+    by_chunk = (mx.split(x, chunks) for x in (own, carried, reach, local, tail, fade))
+    for own_c, carried_c, reach_c, local_c, tail_c, fade_c in zip(*by_chunk, strict=True):
+        turned = state.swapaxes(-1, -2)
+        delta = own_c - carried_c @ turned
+        out.append(reach_c @ turned + local_c @ delta)
+        state = fade_c * state + delta.swapaxes(-1, -2) @ tail_c
+    o = mx.concatenate(out).swapaxes(1, 2).reshape(1, rows + pad, heads, -1)
+    return o[:, :rows], state
 
 
 def _fast_supports(case: Case | None, device: str) -> str | None:

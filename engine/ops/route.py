@@ -46,11 +46,11 @@ def route_mlx(logits: mx.array, k: int, renormalise: bool) -> Routing:
 def route_topk(logits: mx.array, k: int, renormalise: bool) -> Routing:
     """The k largest logits first, then a softmax over the chosen: the same weights, since softmax keeps the order."""
     ids = mx.argpartition(logits, kth=-k, axis=-1)[..., -k:]
-    chosen = mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32)
+    chosen = mx.take_along_axis(logits, ids, axis=-1)
     if renormalise:
-        weights = mx.softmax(chosen, axis=-1)
+        weights = mx.softmax(chosen, axis=-1, precise=True)
     else:
-        weights = mx.exp(chosen - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True))
+        weights = mx.exp(chosen.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True))
     return Routing(ids.astype(mx.uint32), weights.astype(logits.dtype))
 
 
