@@ -40,6 +40,9 @@ PREFILL_REPLICATES = ((8192, 5), (32_768, 2))
 _RUNGS = {True: (60, 40, 28, 20, 14, 10, 6, 4, 2), False: (10, 8, 5, 3, 2, 1)}
 """Block counts a point steps down on when the budget is short: many short windows, or few long ones."""
 
+SLOW_FACTOR = 3.0
+"""An arm whose prefill takes this many times the next slowest gives up its long prefills before a frontier is lost."""
+
 WARM_ROUNDS = 2.5
 """Rounds until two agree, on average; see `sweeps.session`."""
 
@@ -395,6 +398,7 @@ class _Planner:
             if point is None:
                 break
             point.blocks = self._lower(point)
+        self._spare_slow_prefills(points, budget)
         self._drop_frontiers(points, budget)
         for point in points:
             point.forecast_seconds = round(self.seconds(point), 3) if point.blocks else 0.0
@@ -418,6 +422,20 @@ class _Planner:
         return max(
             open_points, key=lambda p: (math.ceil(4 * rank[id(p)]), p.frontier, p.phase == "prefill"), default=None
         )
+
+    def _spare_slow_prefills(self, points: list[Point], budget: float) -> None:
+        """Leave out, from the long end, prefills of an arm far slower than all others; it decodes from their caches."""
+        for point in reversed(points):
+            if self.total(points) <= budget:
+                return
+            arms = [arm for arm in self.arms if arm.name not in point.skip]
+            if point.phase != "prefill" or len(arms) < 2 or point.frontier == self.request.frontiers[0]:
+                continue
+            cost = {a.name: self.forecast.prefill(a.name, point.frontier, a.subject, self._chunk_of(a)) for a in arms}
+            *_, second, slowest = sorted(cost, key=lambda name: cost[name])
+            if cost[slowest] > SLOW_FACTOR * cost[second]:
+                took = spell_time(cost[slowest])
+                point.skip[slowest] = f"a prefill is forecast at {took}, the budget is {spell_time(budget)} (budget=)"
 
     def _drop_frontiers(self, points: list[Point], budget: float) -> None:
         for frontier in reversed(self.request.frontiers):

@@ -227,3 +227,13 @@ def test_the_dry_run_says_what_both_arms_are_given():
     expanded = made("ablation=gpu_routing", "sweep=ten").expanded["gpu_routing=device"]
     assert expanded["toggle.gpu_routing=device"] == {"route": "mlx"}
     assert expanded["running it in every arm"] == {"prefill.submission": "layer", "decode.trace": "eager"}
+
+
+def test_a_slow_arm_gives_up_long_prefills_before_a_frontier_is_lost():
+    probe = fast_probe("full", "full.again")
+    probe.prefill["mlx_lm"], probe.decode["mlx_lm"] = [(128, 1.28), (512, 5.12)], [(128, 1e-3), (512, 1e-3)]
+    points = made("budget=70s", model=TINY, machine=CPU, probe=probe).job.points
+    assert all(point.blocks for point in points)
+    skipped = {p.frontier for p in points if "mlx_lm" in p.skip}
+    assert 2048 in skipped and 256 not in skipped
+    assert not any(p.skip for p in points if p.phase == "decode")
