@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import lzma
 import math
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +24,7 @@ torch = pytest.importorskip("torch", reason="training scripts need PyTorch")
 
 from engine.tiny import evaluate, network, rounding, train  # noqa: E402
 from engine.tiny.convert import pack_draft_head  # noqa: E402
-from engine.tiny.corpus import Document, capped, chat_documents, split_of, strip_markup  # noqa: E402
+from engine.tiny.corpus import KINDS, Document, capped, chat_documents, split_of, strip_markup  # noqa: E402
 from engine.tiny.muon import Muon, orthogonalise  # noqa: E402
 from engine.tiny.tokenizer import CHAT_TEMPLATE, VOCABULARY, train_tokenizer  # noqa: E402
 
@@ -206,6 +208,28 @@ def test_saved_parts_are_what_transformers_reads(tmp_path: Path) -> None:
         tmp_path / "mine", config=network.transformers_config(SMALL), dtype=torch.bfloat16
     )
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_run_ends_in_time_saves_and_resumes(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for split, kind in itertools.product(("train", "valid"), KINDS):
+        ids = rng.integers(0, 40, 2000).astype("<u2")
+        (tmp_path / f"{split}.{kind}.xz").write_bytes(lzma.compress(ids.tobytes()))
+    out, state = tmp_path / "out", tmp_path / "state.pt"
+    common = ["--data", str(tmp_path), "--out", str(out), "--tokens-per-step", "256", "--short", "64", "--long", "128"]
+    common += ["--compile-seconds", "0", "--valid-tokens", "256", "--log-every", "1"]
+    out.mkdir()
+    first = train.parser().parse_args([*common, "--steps", "2", "--until", "0.5", "--state", str(state)])
+    train.Trainer(first, SMALL).run(time.monotonic())
+    second = train.parser().parse_args([*common, "--minutes", "0.05", "--reserve", "0", "--resume", str(state)])
+    resumed = train.Trainer(second, SMALL)
+    assert (resumed.steps, resumed.start) == (2, 0.5) and resumed.muon.state()
+    resumed.run(time.monotonic())
+    lines = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "progress" in line]
+    assert [line["length"] for line in steps[:2]] == [64, 64] and steps[-1]["length"] == 128
+    assert all(a["progress"] <= b["progress"] for a, b in itertools.pairwise(steps))
+    assert lines[-1]["steps"] == resumed.steps > 2 and (out / "model.safetensors.index.json").is_file()
 
 
 def test_packed_draft_head_has_split_experts_and_shifted_gains() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from safetensors.torch import save_file
 from torch import nn
 
