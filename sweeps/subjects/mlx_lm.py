@@ -97,10 +97,9 @@ class MlxLm:
     # -- the sequence ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """A new empty cache."""
+        """A new empty cache. The old one's memory stays with the allocator, as between two prompts of MLX-LM."""
         self.cache: list[Any] = self.model.make_cache()
         self._tokens: list[int] = []
-        mx.clear_cache()
 
     def prefill(self, tokens: Sequence[int], *, last: bool = True, progress: Progress | None = None) -> Prefilled:
         """Append `tokens`: chunks over all but the last and a pass for it (`last`), or whole chunks only.
