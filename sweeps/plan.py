@@ -400,6 +400,7 @@ class _Planner:
             point.blocks = self._lower(point)
         self._spare_slow_prefills(points, budget)
         self._drop_frontiers(points, budget)
+        self._use_up(points, budget)
         for point in points:
             point.forecast_seconds = round(self.seconds(point), 3) if point.blocks else 0.0
         return [
@@ -436,6 +437,20 @@ class _Planner:
             if cost[slowest] > SLOW_FACTOR * cost[second]:
                 took = spell_time(cost[slowest])
                 point.skip[slowest] = f"a prefill is forecast at {took}, the budget is {spell_time(budget)} (budget=)"
+
+    def _use_up(self, points: list[Point], budget: float) -> None:
+        """Give back replicates, short frontiers and decode first, where leaving something out made room for them."""
+        order = sorted((p for p in points if p.blocks), key=lambda p: (p.phase == "prefill", p.frontier))
+        raised = True
+        while raised:
+            raised = False
+            for point in order:
+                held, full = point.blocks, self._full[point.key]
+                higher = [rung for rung in (*self._rungs(point), full) if held < rung <= full]
+                point.blocks = min(higher, default=held)
+                if self.total(points) > budget:
+                    point.blocks = held
+                raised = raised or point.blocks > held
 
     def _drop_frontiers(self, points: list[Point], budget: float) -> None:
         for frontier in reversed(self.request.frontiers):
