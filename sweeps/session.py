@@ -61,7 +61,7 @@ class Context:
     Attributes:
         flags: conditions and sentinel. checks: the quality guard's results by arm. extra: facts of this block.
         first: facts for an arm's first row here. warm_capped: arms whose warm-up ended by its cap.
-        before: conditions before the point.
+        before: conditions before the point. last_ns: each arm's last warm-up round.
     """
 
     point: Point
@@ -71,6 +71,7 @@ class Context:
     first: dict[str, dict[str, Any]] = field(default_factory=dict)
     warm_capped: set[str] = field(default_factory=set)
     before: dict[str, Any] = field(default_factory=dict)
+    last_ns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -453,7 +454,7 @@ class Session:
     def _blocks(self, context: Context, arms: Sequence[Live], window: Callable[[Cell, Live], None]) -> None:
         """Run the point's unfinished blocks; stops when the next one would overrun the budget."""
         point, by_name = context.point, {live.name: live for live in arms}
-        took = 0.0
+        took = 2 * sum(context.last_ns.values()) / 1e9
         for block in range(point.blocks):
             cells = block_cells(self.job, self.session, point, block)
             todo = [cell for cell in cells if cell.arm in by_name and not self.ledger.is_finished(cell)]
@@ -615,6 +616,7 @@ class Session:
             self._fault(context, self._next_cell(context.point, live), live, error)
             return
         live.warmed = True
+        context.last_ns[live.name] = times[-1] if times else 0
         context.warm_capped |= {live.name} if capped else set()
         facts = {"warmup": {"rounds": len(times), "elapsed_ns": times, "capped": capped}}
         context.first.setdefault(live.name, {}).update(facts)

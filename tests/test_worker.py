@@ -390,6 +390,20 @@ def test_kill_in_mid_sweep_then_the_same_command_finishes_without_doubles(tmp_pa
     assert Path(last).is_file() and last.endswith("report.html")
 
 
+def test_an_interrupt_stops_cleanly_and_keeps_whole_rows(tmp_path):
+    made = quick(tmp_path)
+    sweep = start(made)
+    wait_for_rows(made, 20)
+    children = _children(sweep.pid)
+    os.killpg(sweep.pid, signal.SIGINT)
+    sweep.communicate(timeout=30)
+    assert sweep.returncode not in (0, 1)
+    assert not any(child.is_running() for child in children)
+    tables = Store(made.run_dir).read()
+    assert len(tables.samples) >= 20 and not tables.torn
+    assert {row.status for row in tables.samples} == {"ok"}
+
+
 def test_a_worker_that_is_killed_leaves_its_signal_and_the_session_goes_on(tmp_path):
     made = quick(tmp_path, sessions=2)
     sweep = start(made)
