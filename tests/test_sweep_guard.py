@@ -139,6 +139,16 @@ def test_same_path():
     assert same_path({}, [line("head", "x")]) is None
 
 
+def test_same_path_of_a_prefill_allows_its_last_row_and_a_short_last_chunk():
+    executed = paths([line("experts", "grouped"), line("head", "many")])
+    check = {"figures": {"executed": executed, "phase": "prefill"}}
+    tail = [line("experts", "grouped"), line("experts", "single"), line("head", "one")]
+    assert same_path(check, tail) is None
+    assert same_path(check, [line("experts", "single")]) is not None
+    check["figures"]["phase"] = "decode"
+    assert same_path(check, tail) == "experts ran as single in the timed window, the guard saw grouped"
+
+
 def test_guarded_path_is_that_of_the_window(synthetic):
     arms = [engine_arm(), BASELINE]
     made = job(SYNTHETIC, arms, [Contrast("c", "full", "mlx_lm")])
