@@ -319,8 +319,10 @@ def delta_net(x: torch.Tensor, m: Any) -> torch.Tensor:
     mixed, z = m.in_proj_qkv(x), m.in_proj_z(x).view(batch, length, m.num_v_heads, m.head_v_dim)
     taps = m.conv1d.weight.squeeze(1)
     padded = F.pad(mixed, (0, 0, taps.shape[-1] - 1, 0))
-    shifted = [padded[:, j : j + length] * taps[:, j] for j in range(taps.shape[-1])]
-    mixed = F.silu(sum(shifted[1:], shifted[0]))
+    mixed = padded[:, :length] * taps[:, 0]
+    for j in range(1, taps.shape[-1]):
+        mixed = mixed + padded[:, j : j + length] * taps[:, j]
+    mixed = F.silu(mixed)
     q, k, v = mixed.float().split((m.key_dim, m.key_dim, m.value_dim), -1)
     shared = m.num_v_heads // m.num_k_heads
     q = _l2(q.view(batch, length, m.num_k_heads, -1)).repeat_interleave(shared, 2) * m.head_k_dim**-0.5
