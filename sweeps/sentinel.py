@@ -100,16 +100,21 @@ def cpu_kernel() -> Callable[[], None]:
     return kernel
 
 
-def device_kernel() -> Callable[[], None]:
-    """A bf16 product on MLX's default device, long enough to show its clock rate (some milliseconds)."""
+def device_kernel(kind: str) -> Callable[[], None]:
+    """bf16 products on MLX's default device, some milliseconds on any chip, so that its clock rate shows.
+
+    Args:
+        kind: ``"metal"`` or ``"cuda"``; the work is fixed for each, so that sessions can be compared.
+    """
     import mlx.core as mx
 
-    a = mx.random.normal((4096, 4096), key=mx.random.key(0)).astype(mx.bfloat16)
+    size, count = (2048, 2) if kind == "metal" else (4096, 8)
+    a = mx.random.normal((size, size), key=mx.random.key(0)).astype(mx.bfloat16)
     mx.eval(a)
 
     def kernel() -> None:
         b = a
-        for _ in range(8):
+        for _ in range(count):
             b = (a @ b) * 0.01
         mx.eval(b)
         mx.synchronize()

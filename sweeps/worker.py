@@ -207,8 +207,9 @@ def _version() -> str:
 
 
 def _sentinel(job: Job, clock: Clock, machine: Mapping[str, Any]) -> sentinel.Sentinel:
-    accelerator = machine.get("device_kind") in ("metal", "cuda") and any(arm.subject != "stub" for arm in job.arms)
-    kernel = sentinel.device_kernel() if accelerator else sentinel.cpu_kernel()
+    kind = str(machine.get("device_kind"))
+    accelerator = kind in ("metal", "cuda") and any(arm.subject != "stub" for arm in job.arms)
+    kernel = sentinel.device_kernel(kind) if accelerator else sentinel.cpu_kernel()
     return sentinel.Sentinel(kernel, clock, may_wait=accelerator)
 
 

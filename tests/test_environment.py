@@ -10,7 +10,7 @@ import pytest
 
 from sweeps import environment
 from sweeps.clock import ManualClock
-from sweeps.sentinel import Sentinel
+from sweeps.sentinel import Sentinel, cpu_kernel, device_kernel
 
 ROOT = Path(__file__).parent.parent
 
@@ -205,3 +205,20 @@ def test_on_a_cpu_it_is_recorded_and_never_waited_for():
     pace[0] = 3_000_000
     reading = sentinel.before_block(65_536)
     assert (reading.waited, reading.hot) == (0.0, True)
+
+
+@pytest.mark.gpu
+def test_the_device_kernel_takes_a_time_that_can_be_read():
+    from sweeps.clock import SystemClock
+
+    sentinel = Sentinel(device_kernel(environment.machine()["device_kind"]), SystemClock(), True)
+    sentinel.warm_up()
+    assert 200_000 < sentinel.best_ns < 100_000_000
+
+
+def test_the_cpu_kernel_takes_a_time_that_can_be_read():
+    from sweeps.clock import SystemClock
+
+    sentinel = Sentinel(cpu_kernel(), SystemClock(), False)
+    sentinel.warm_up()
+    assert 20_000 < sentinel.best_ns < 50_000_000
