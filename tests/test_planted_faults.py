@@ -1,7 +1,7 @@
 """Each fault that once shipped somewhere is planted in a right engine, and the guard must block it.
 
-Both guards are tried: layer by layer on MLX-LM's inputs, and logits over text. On a CPU everything is float32, so a
-right engine passes both with five digits to spare.
+Both guards are tried: layer by layer on MLX-LM's inputs, and logits over text. Everything is float32, on a GPU too, so
+that a right engine passes both with digits to spare.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 
 from ablations.guard import Thresholds
 from engine.config import EngineConfig
-from engine.device import activation_dtype
 from engine.generate import Engine
 from engine.synthetic import make_weights, tiny_config
 from engine.weights import Matrix, Weights
@@ -27,7 +26,7 @@ from sweeps.subjects.shared import build_lm_model
 CONFIG = tiny_config(4, experts=8, num_experts_per_tok=2)
 CONTEXT, STEPS = 48, 6
 TOKENS = [(i * 2654435761) % 2**32 % CONFIG.vocab_size for i in range(400)]
-DTYPE = activation_dtype()
+DTYPE = mx.float32
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def model(weights):
 def engine_with(weights: Weights) -> Engine:
     config = EngineConfig()
     config.prefill.chunk = 16
-    return Engine(CONFIG, weights, config)
+    return Engine(CONFIG, weights, config, dtype=DTYPE)
 
 
 class Wrapped:

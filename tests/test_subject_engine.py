@@ -38,9 +38,12 @@ def synthetic(**more):
 @pytest.fixture(scope="module", params=["synthetic", "checkpoint"])
 def shared(request, tmp_path_factory) -> Shared:
     if request.param == "synthetic":
-        return Shared(synthetic())
-    path = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, seed=3, vision=True)
-    return Shared({"name": "disk", "kind": "checkpoint", "path": str(path)})
+        made = Shared(synthetic())
+    else:
+        path = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, seed=3, vision=True)
+        made = Shared({"name": "disk", "kind": "checkpoint", "path": str(path)})
+    made.dtype = mx.float32  # on a GPU too, so that tolerances are the same everywhere
+    return made
 
 
 @pytest.fixture

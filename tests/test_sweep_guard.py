@@ -45,15 +45,21 @@ def guard_for(shared, made: Job, scope=SMALL) -> PointGuard:
     return PointGuard(made, shared, Prompts(WordEncoder(shared.real_vocab), 0, "text", CONFIG.vocab_size), scope)
 
 
+def exact(shared: Shared) -> Shared:
+    """Float32 on a GPU too, so that tolerances are the same everywhere."""
+    shared.dtype = mx.float32
+    return shared
+
+
 @pytest.fixture(scope="module")
 def synthetic() -> Shared:
-    return Shared(SYNTHETIC)
+    return exact(Shared(SYNTHETIC))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Shared:
     path = write_checkpoint(tmp_path_factory.mktemp("model"), CONFIG, seed=3)
-    return Shared({"name": "disk", "kind": "checkpoint", "path": str(path)})
+    return exact(Shared({"name": "disk", "kind": "checkpoint", "path": str(path)}))
 
 
 # -- a point's guard ------------------------------------------------------------------------------
@@ -204,14 +210,14 @@ def test_misloaded_baseline_is_caught(checkpoint, fault):
 
 def test_oracle_reads_gains_by_its_own_road_even_where_codes_are_shared(checkpoint, monkeypatch):
     monkeypatch.setattr("sweeps.subjects.shared.SMALL_BYTES", 0)
-    spoiled = Shared(checkpoint.spec)
+    spoiled = exact(Shared(checkpoint.spec))
     shift_gains_twice(spoiled.lm_model)
     spoiled.__dict__.pop("weights")
     assert mx.array_equal(spoiled.weights.layers[0].input_norm, checkpoint.weights.layers[0].input_norm + 1).item()
     assert not baseline.gate(spoiled, TEXT[:12]).passed
-    exact = spoiled.independent()
-    assert exact.lm_head.weight is spoiled.weights.lm_head.weight
-    assert len(exact.layers) == 4 and exact.layers[2] is exact.layers[2] is not exact.layers[1]
+    oracle = spoiled.independent()
+    assert oracle.lm_head.weight is spoiled.weights.lm_head.weight
+    assert len(oracle.layers) == 4 and oracle.layers[2] is oracle.layers[2] is not oracle.layers[1]
 
 
 def test_distinct_experts_grow_with_the_text(checkpoint):
