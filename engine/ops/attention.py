@@ -54,9 +54,15 @@ def attention_mlx(
 
 
 def attention_matmul(
-    q: mx.array, keys: mx.array, values: mx.array, scale: float, position: mx.array | None = None,
-    *, split: str = "none", blocks: int = 128,
-) -> mx.array:  # fmt: skip
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    position: mx.array | None = None,
+    *,
+    split: str = "none",
+    blocks: int = 128,
+) -> mx.array:
     """All query heads of a key/value head as the rows of one product, so that each key and value is read once.
 
     split: how the sum over positions is divided: ``none`` (one product), ``chunks`` (256 positions each) or
@@ -138,10 +144,12 @@ DECODE_ATTENTION = _op(
         _REFERENCE,
         _MLX,
         Variant(
-            "matmul", attention_matmul, "query heads of a key/value head packed as rows of one product",
+            "matmul",
+            attention_matmul,
+            "query heads of a key/value head packed as rows of one product",
             tiles=("none", "chunks", "blocks"),
         ),
-    ),  # fmt: skip
+    ),
     (_case(1, 1), _case(1, 63), _case(1, 512, at=300), _case(1, 768, kv=1, at=0), _case(5, 77), _case(8, 512, at=200)),
     # On CUDA the masked form of MLX's op is no fused kernel; packed products read each key once.
     same_order(("mlx",), cuda_decode=("matmul", "mlx")),

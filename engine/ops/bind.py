@@ -104,7 +104,7 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
         raise VariantUnsupported("cache", config.cache.layout, "no variant of this build reads a paged cache")
     if config.speculative.drafter != "off":
         raise VariantUnsupported("speculative", config.speculative.drafter, "this build has no drafter")
-    if config.decode.fusion != "best":
+    if config.decode.fusion not in ("best", "off"):
         raise VariantUnsupported("decode.fusion", config.decode.fusion, "this build has no fused kernels to choose")
     if config.overlap:
         raise VariantUnsupported("overlap", "on", "this build runs the phases of a layer in order")

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import GROUP_SIZE
+from engine.device import device_kind
 from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, packed
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.ops.route import Routing, route_reference
@@ -20,6 +21,12 @@ from engine.weights import Experts, Matrix
 
 SORT_FROM = 64
 """Routed pairs from which rows are sorted by expert (MLX-LM's threshold): fewer do not repay the sort."""
+
+
+def _sorts(rows: int, k: int) -> bool:
+    # MLX 0.32.4 on CUDA: unsorted gather_qmm over several rows gave NaN (7 rows of 8 experts, bfloat16, H200).
+    return rows * k >= SORT_FROM or (rows > 1 and device_kind() == "cuda")
+
 
 Product = Callable[[mx.array, Matrix], mx.array]
 # (x, matrices, row of each pair or None if x is already one row a pair, expert of each pair, sorted)
@@ -54,7 +61,7 @@ def _gathered(x: mx.array, routing: Routing, w: Experts, product: GatherProduct)
     """Routed products with one gathered product per matrix; rows sorted by expert where that pays."""
     rows, k = routing.ids.shape
     flat = x.reshape(rows, 1, -1)
-    if rows * k < SORT_FROM:
+    if not _sorts(rows, k):
         ids, row, pair = routing.ids, _row_of_pair(rows, k), _row_of_pair(rows * k, 1).reshape(rows, k)
         hidden = swiglu(product(flat, w.gate_proj, row, ids, False), product(flat, w.up_proj, row, ids, False))
         out = product(hidden.reshape(rows * k, 1, -1), w.down_proj, pair, ids, False)
@@ -115,7 +122,7 @@ def experts_grouped(x: mx.array, routing: Routing, w: Experts) -> mx.array:
     The form for a device whose dense product is far faster than its packed one and where a host read is cheap.
     """
     rows, k = routing.ids.shape
-    if rows * k < SORT_FROM:
+    if not _sorts(rows, k):
         return experts_mlx(x, routing, w)
     host = np.array(routing.ids) if routing.host_ids is None else routing.host_ids
     order = np.argsort(host, axis=None, kind="stable")

@@ -16,8 +16,8 @@ by ``key dim ** -0.5``. The state stays in float32: rounding it to 16 bits destr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Callable
 
 import mlx.core as mx
 
@@ -103,9 +103,15 @@ def _layer(core: Core) -> Callable[..., Result]:
     """Wrap a recurrence with convolution, normalisation, gates and the gated norm."""
 
     def run(
-        qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: mx.array, state: mx.array,
-        w: GatedDelta, sizes: Sizes,
-    ) -> Result:  # fmt: skip
+        qkv: mx.array,
+        z: mx.array,
+        b: mx.array,
+        a: mx.array,
+        conv: mx.array,
+        state: mx.array,
+        w: GatedDelta,
+        sizes: Sizes,
+    ) -> Result:
         mixed, conv = _convolve(qkv, conv, w)
         q, k, v = _split(mixed, sizes)
         beta = mx.sigmoid(b.astype(mx.float32))
@@ -267,9 +273,15 @@ def _inputs(case: Case, dtype: mx.Dtype, seed: int):
     a = normal(1, rows, value_heads) - case.sizes.get("slow", 4)
     state = 0.1 * mx.random.normal((1, value_heads, dim, dim), key=next(keys))
     return (
-        normal(1, rows, conv_dim), normal(1, rows, value_heads * dim), normal(1, rows, value_heads), a,
-        normal(1, 3, conv_dim), state, w, (key_heads, dim, value_heads, dim),
-    )  # fmt: skip
+        normal(1, rows, conv_dim),
+        normal(1, rows, value_heads * dim),
+        normal(1, rows, value_heads),
+        a,
+        normal(1, 3, conv_dim),
+        state,
+        w,
+        (key_heads, dim, value_heads, dim),
+    )
 
 
 def _case(rows: int, key_heads: int = 1, value_heads: int = 2, slow: int = 4) -> Case:
@@ -292,18 +304,28 @@ GATED_DELTA = declare(
             )
         },
         cases=(
-            _case(1), _case(2), _case(5, 2, 4), _case(63), _case(64), _case(65, 2, 2), _case(130, 1, 2, 8),
+            _case(1),
+            _case(2),
+            _case(5, 2, 4),
+            _case(63),
+            _case(64),
+            _case(65, 2, 2),
+            _case(130, 1, 2, 8),
             _case(70, 1, 1, -20),
-        ),  # fmt: skip
+        ),
         inputs=_inputs,
         # Off Metal MLX's op runs at 5 tokens per millisecond and layer; the chunked form is plain products.
         order=same_order(
-            ("mlx", "chunked"), cuda_decode=("chunked",), cuda_prefill=("chunked",), cpu_decode=("chunked",),
+            ("mlx", "chunked"),
+            cuda_decode=("chunked",),
+            cuda_prefill=("chunked",),
+            cpu_decode=("chunked",),
             cpu_prefill=("chunked",),
-        ),  # fmt: skip
+        ),
         tolerance={"float32": 5e-5, "bfloat16": 2e-2, "float16": 4e-3},
-        least_bytes=lambda c: 8 * c["value_heads"] * 128 * 128
-        + 2 * c["rows"] * 128 * (2 * c["key_heads"] + 3 * c["value_heads"]),
+        least_bytes=lambda c: (
+            8 * c["value_heads"] * 128 * 128 + 2 * c["rows"] * 128 * (2 * c["key_heads"] + 3 * c["value_heads"])
+        ),
         least_flops=lambda c: 7 * 128 * 128 * c["value_heads"] * c["rows"],
     )
 )

@@ -18,9 +18,7 @@ def linear_mlx(x: mx.array, w: Matrix) -> mx.array:
     """MLX's packed product, or its dense one where the weight is dense."""
     if not w.packed:
         return x @ w.weight.astype(x.dtype).T
-    return mx.quantized_matmul(
-        x, w.weight, w.scales, w.biases, transpose=True, group_size=w.group_size, bits=w.bits
-    )
+    return mx.quantized_matmul(x, w.weight, w.scales, w.biases, transpose=True, group_size=w.group_size, bits=w.bits)
 
 
 def linear_expanded(x: mx.array, w: Matrix) -> mx.array:
@@ -71,8 +69,10 @@ LINEAR = declare(
         # On a CPU the packed product runs at about 1.5 GFLOP/s whatever the rows, a BLAS product at 50.
         order=same_order(("mlx",), cpu_prefill=("expanded",)),
         tolerance={"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3},
-        least_bytes=lambda c: c["outputs"] * (c["inputs"] * c["bits"] // 8 + c["inputs"] // GROUP_SIZE * 4)
-        + 2 * c["rows"] * (c["inputs"] + c["outputs"]),
+        least_bytes=lambda c: (
+            c["outputs"] * (c["inputs"] * c["bits"] // 8 + c["inputs"] // GROUP_SIZE * 4)
+            + 2 * c["rows"] * (c["inputs"] + c["outputs"])
+        ),
         least_flops=lambda c: 2 * c["rows"] * c["inputs"] * c["outputs"],
     )
 )

@@ -9,8 +9,9 @@ This module does not import MLX, so that anything may read the declarations' typ
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Callable, Literal, Mapping
+from typing import Any, Literal
 
 Phase = Literal["decode", "prefill"]
 DECODE_ROWS = 8
