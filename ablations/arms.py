@@ -123,9 +123,15 @@ _PAGE_READERS = (
 
 
 def _toggle(
-    name: str, summary: str, off: str, on: str, settings: dict[str, dict[str, Any] | Setting],
-    requires: Mapping[str, tuple[Need, ...]], phases: str = "prefill decode", min_context: int = 0,
-) -> Toggle:  # fmt: skip
+    name: str,
+    summary: str,
+    off: str,
+    on: str,
+    settings: dict[str, dict[str, Any] | Setting],
+    requires: Mapping[str, tuple[Need, ...]],
+    phases: str = "prefill decode",
+    min_context: int = 0,
+) -> Toggle:
     """Declare a toggle; `requires` by value, or ``every`` for all of them."""
     made = {key: value if isinstance(value, Setting) else Setting(value) for key, value in settings.items()}
     needs = {key: (*requires.get("every", ()), *requires.get(key, ())) for key in made}
@@ -134,7 +140,10 @@ def _toggle(
 
 _ALL = (
     _toggle(
-        "packed_dequant", "4-bit weights expanded inside the product, not into an array first", "off", "packed",
+        "packed_dequant",
+        "4-bit weights expanded inside the product, not into an array first",
+        "off",
+        "packed",
         {
             "off": {"linear": "expanded", "experts.variant": "expanded"},
             "packed": Setting(
@@ -145,33 +154,53 @@ _ALL = (
         {},
     ),
     _toggle(
-        "gpu_routing", "routing decided on the device, never read back to the host", "off", "device",
+        "gpu_routing",
+        "routing decided on the device, never read back to the host",
+        "off",
+        "device",
         {"off": {"route": "host"}, "device": Setting({"route": "mlx"}, {"route": AnyBut(("host",))})},
         {"off": _HOST_READS},
     ),
     _toggle(
-        "single_submission", "no wait for the device inside a prefill chunk", "off", "chunk",
+        "single_submission",
+        "no wait for the device inside a prefill chunk",
+        "off",
+        "chunk",
         {"off": {"prefill.submission": "layer"}, "chunk": {"prefill.submission": "chunk"}},
-        {"chunk": _DEVICE_ROUTING}, "prefill",
+        {"chunk": _DEVICE_ROUTING},
+        "prefill",
     ),
     _toggle(
-        "tile_rows", "rows of one tile of the expert product", "16", "32",
+        "tile_rows",
+        "rows of one tile of the expert product",
+        "16",
+        "32",
         {rows: {"experts.tile": rows} for rows in ("16", "32", "64", "128")},
-        {"every": _OWN_EXPERTS}, "prefill",
+        {"every": _OWN_EXPERTS},
+        "prefill",
     ),
     _toggle(
-        "gdn_scan", "how the Gated DeltaNet recurrence is scanned", "recurrence", "registers",
+        "gdn_scan",
+        "how the Gated DeltaNet recurrence is scanned",
+        "recurrence",
+        "registers",
         {name: {"gated_delta": name} for name in ("recurrence", "mlx", "registers", "chunked")},
         {},
     ),
     _toggle(
-        "gqa_packing", "query heads that share one fetch of a key/value row", "1", "4",
+        "gqa_packing",
+        "query heads that share one fetch of a key/value row",
+        "1",
+        "4",
         {heads: {"decode_attention.heads": heads} for heads in ("1", "2", "4", "8")},
-        {"every": _OWN_ATTENTION}, "decode",
+        {"every": _OWN_ATTENTION},
+        "decode",
     ),
     _toggle(
-        "fixed_block_layout", "a fixed number of key blocks that grow, not a growing number of fixed chunks",
-        "off", "blocks",
+        "fixed_block_layout",
+        "a fixed number of key blocks that grow, not a growing number of fixed chunks",
+        "off",
+        "blocks",
         {
             "off": {"decode_attention.split": "chunks"},
             "blocks": {
@@ -180,60 +209,96 @@ _ALL = (
                 "decode_attention.min_context": 32_768,
             },
         },
-        {"every": (Need("cache.layout", ("paged",), "contiguous"), *_SPLITTING_ATTENTION)}, "decode", 32_768,
+        {"every": (Need("cache.layout", ("paged",), "contiguous"), *_SPLITTING_ATTENTION)},
+        "decode",
+        32_768,
     ),
     _toggle(
-        "kv_split", "keys split and partial results combined, not one pass", "off", "split",
+        "kv_split",
+        "keys split and partial results combined, not one pass",
+        "off",
+        "split",
         {
             "off": {"decode_attention.split": "none"},
             "split": Setting({"decode_attention.split": "chunks"}, {"decode_attention.split": ("blocks",)}),
         },
-        {"every": _SPLITTING_ATTENTION}, "decode",
+        {"every": _SPLITTING_ATTENTION},
+        "decode",
     ),
     _toggle(
-        "cache_layout", "keys and values in pages of a fixed size, not one growing array", "contiguous", "paged",
+        "cache_layout",
+        "keys and values in pages of a fixed size, not one growing array",
+        "contiguous",
+        "paged",
         {name: {"cache.layout": name} for name in ("contiguous", "paged")},
         {"paged": _PAGE_READERS},
     ),
     _toggle(
-        "coalesced_cache", "neighbouring lanes read neighbouring words of the cache", "off", "coalesced",
+        "coalesced_cache",
+        "neighbouring lanes read neighbouring words of the cache",
+        "off",
+        "coalesced",
         {"off": {"decode_attention.lanes": "apart"}, "coalesced": {"decode_attention.lanes": "coalesced"}},
-        {"every": _OWN_ATTENTION}, "decode",
+        {"every": _OWN_ATTENTION},
+        "decode",
     ),
     _toggle(
-        "device_token", "the chosen token goes into the next step on the device", "off", "device",
+        "device_token",
+        "the chosen token goes into the next step on the device",
+        "off",
+        "device",
         {
             "off": {"decode.feedback": "host", "decode.in_flight": 1},
             "device": Setting({"decode.feedback": "device", "decode.in_flight": 2}, {"decode.in_flight": AnyBut((0,))}),
         },
-        {}, "decode",
+        {},
+        "decode",
     ),
     _toggle(
-        "speculative", "several tokens drafted and verified in one pass", "off", "mtp",
+        "speculative",
+        "several tokens drafted and verified in one pass",
+        "off",
+        "mtp",
         {name: {"speculative.drafter": name} for name in ("off", "mtp", "ngram", "model")},
-        {}, "decode",
+        {},
+        "decode",
     ),
     _toggle(
-        "prefill_chunk", "tokens of one prefill pass", "2048", "4096",
+        "prefill_chunk",
+        "tokens of one prefill pass",
+        "2048",
+        "4096",
         {str(tokens): {"prefill.chunk": tokens} for tokens in (512, 1024, 2048, 4096, 8192)},
-        {}, "prefill",
+        {},
+        "prefill",
     ),
     _toggle(
-        "step_trace", "how much of a decode step is compiled at once", "eager", "step",
+        "step_trace",
+        "how much of a decode step is compiled at once",
+        "eager",
+        "step",
         {name: {"decode.trace": name} for name in ("eager", "layer", "step")},
-        {"layer": _DEVICE_ROUTING, "step": _DEVICE_ROUTING}, "decode",
+        {"layer": _DEVICE_ROUTING, "step": _DEVICE_ROUTING},
+        "decode",
     ),
     _toggle(
-        "fusion", "prologues and epilogues folded into the products", "off", "full",
+        "fusion",
+        "prologues and epilogues folded into the products",
+        "off",
+        "full",
         {name: {"decode.fusion": name} for name in ("off", "partial", "full")},
-        {"partial": _PACKED_PRODUCTS, "full": _PACKED_PRODUCTS}, "decode",
+        {"partial": _PACKED_PRODUCTS, "full": _PACKED_PRODUCTS},
+        "decode",
     ),
     _toggle(
-        "phase_overlap", "the shared expert beside the routed ones, and the like", "off", "beside",
+        "phase_overlap",
+        "the shared expert beside the routed ones, and the like",
+        "off",
+        "beside",
         {"off": {"overlap": False}, "beside": {"overlap": True}},
         {},
     ),
-)  # fmt: skip
+)
 
 TOGGLES: dict[str, Toggle] = {toggle.name: toggle for toggle in _ALL}
 """Every toggle by name, in the order of the documentation."""
@@ -339,9 +404,19 @@ def _require_field(name: str) -> None:
 # -- presets --------------------------------------------------------------------------------------
 
 _PLAIN = (
-    "packed_dequant", "gpu_routing", "single_submission", "gdn_scan", "kv_split", "cache_layout", "device_token",
-    "speculative", "prefill_chunk", "step_trace", "fusion", "phase_overlap",
-)  # fmt: skip
+    "packed_dequant",
+    "gpu_routing",
+    "single_submission",
+    "gdn_scan",
+    "kv_split",
+    "cache_layout",
+    "device_token",
+    "speculative",
+    "prefill_chunk",
+    "step_trace",
+    "fusion",
+    "phase_overlap",
+)
 
 _PRESETS: dict[str, dict[str, Any]] = {
     # Every toggle off whose off side is no option of a kernel. What no toggle covers (prefill attention, head) is as
@@ -351,20 +426,32 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "decode_attention.variant": "matmul",
     },
     "mlx": {
-        name: "mlx" for name in (
-            "linear", "route", "experts.variant", "decode_attention.variant", "prefill_attention", "gated_delta",
+        name: "mlx"
+        for name in (
+            "linear",
+            "route",
+            "experts.variant",
+            "decode_attention.variant",
+            "prefill_attention",
+            "gated_delta",
             "head",
         )
     },
     "full": {},
     # As published: what Lily's makers name, over `full` for the rest.
     "lily": {
-        "route": "mlx", "experts.tile": "32", "gated_delta": "registers",
-        "decode_attention.heads": "4", "decode_attention.split": "blocks", "decode_attention.lanes": "coalesced",
-        "prefill.chunk": 4096, "prefill.submission": "chunk",
-        "decode.feedback": "device", "decode.in_flight": 2,
+        "route": "mlx",
+        "experts.tile": "32",
+        "gated_delta": "registers",
+        "decode_attention.heads": "4",
+        "decode_attention.split": "blocks",
+        "decode_attention.lanes": "coalesced",
+        "prefill.chunk": 4096,
+        "prefill.submission": "chunk",
+        "decode.feedback": "device",
+        "decode.in_flight": 2,
     },
-}  # fmt: skip
+}
 
 PRESETS = tuple(_PRESETS)
 """Names of the presets: plain (all off), mlx (MLX's own ops), full (all on, best), lily (as published)."""

@@ -87,9 +87,12 @@ class LogitGuard:
     _vocabulary: int = field(default=0, repr=False)
 
     def update(
-        self, reference: np.ndarray, arm: np.ndarray, targets: Sequence[int] | np.ndarray,
+        self,
+        reference: np.ndarray,
+        arm: np.ndarray,
+        targets: Sequence[int] | np.ndarray,
         rerun: np.ndarray | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a chunk of positions, in the order of the text.
 
         Args:

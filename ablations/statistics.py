@@ -214,9 +214,21 @@ def _estimate(
     low, high, low90, high90 = (math.exp(mean + h) for h in (-half95, half95, -half90, half90))
     detectable = detectable_ratio(error, df, margin)
     return Estimate(
-        math.exp(mean), low, high, low90, high90, units, unit, detectable, sd_block, sd_session, counts, error, df,
+        math.exp(mean),
+        low,
+        high,
+        low90,
+        high90,
+        units,
+        unit,
+        detectable,
+        sd_block,
+        sd_session,
+        counts,
+        error,
+        df,
         method,
-    )  # fmt: skip
+    )
 
 
 def _components(sessions: list[np.ndarray]) -> tuple[float | None, float | None]:

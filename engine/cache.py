@@ -11,9 +11,10 @@ and what lies past the restored length is overwritten before it can be read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -168,10 +169,13 @@ class Cache:
             "keys": kv,
             "values": kv,
             "state": (
-                len(c.linear_layers), c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim,
+                len(c.linear_layers),
+                c.linear_num_value_heads,
+                c.linear_value_head_dim,
+                c.linear_key_head_dim,
             ),
             "conv": (len(c.linear_layers), c.linear_conv_kernel_dim - 1, c.conv_dim),
-        }  # fmt: skip
+        }
         for name, shape in want.items():
             if name not in arrays:
                 raise CacheError(f"the saved state has no {name}")

@@ -42,11 +42,22 @@ NORMS_KEY = "norms"
 """Metadata key of ``mtp.safetensors``: ``"gain"`` (used as stored) or ``"gain-1"`` (1 is added on loading)."""
 
 DTYPES: dict[str, tuple[int, mx.Dtype | None]] = {
-    "BOOL": (1, None), "U8": (1, mx.uint8), "I8": (1, None), "F8_E4M3": (1, None), "F8_E5M2": (1, None),
-    "U16": (2, None), "I16": (2, None), "F16": (2, mx.float16), "BF16": (2, mx.bfloat16),
-    "U32": (4, mx.uint32), "I32": (4, None), "F32": (4, mx.float32),
-    "U64": (8, None), "I64": (8, None), "F64": (8, None),
-}  # fmt: skip
+    "BOOL": (1, None),
+    "U8": (1, mx.uint8),
+    "I8": (1, None),
+    "F8_E4M3": (1, None),
+    "F8_E5M2": (1, None),
+    "U16": (2, None),
+    "I16": (2, None),
+    "F16": (2, mx.float16),
+    "BF16": (2, mx.bfloat16),
+    "U32": (4, mx.uint32),
+    "I32": (4, None),
+    "F32": (4, mx.float32),
+    "U64": (8, None),
+    "I64": (8, None),
+    "F64": (8, None),
+}
 """Bytes an element, and the MLX type where a text tensor may have it, by safetensors name."""
 
 _VISION = ("vision_tower.", "model.visual.", "visual.", "model.vision_tower.")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -84,9 +85,13 @@ class Engine:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, engine: EngineConfig | None = None,
-        vocabulary: int | None = None, dtype: mx.Dtype | None = None,
-    ):  # fmt: skip
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        engine: EngineConfig | None = None,
+        vocabulary: int | None = None,
+        dtype: mx.Dtype | None = None,
+    ):
         self.config, self.engine = config, engine or EngineConfig()
         self.dtype = dtype or activation_dtype()
         self.device = device_kind()
@@ -162,12 +167,12 @@ class Engine:
         self.cache.state["token"] = token
         mx.eval(token, logits)
         self._finite(logits)
-        return int(token.item())
+        return int(token.item())  # pyright: ignore[reportArgumentType]
 
     def _pass(self, tokens: Sequence[int]) -> mx.array:
         """One eager pass over new tokens: hidden rows; the cache advances."""
         view = ExactView(self.cache, len(tokens))
-        h = self.model(mx.array(tokens, dtype=mx.uint32), view, self._boundary())
+        h = self.model(mx.array(list(tokens), dtype=mx.uint32), view, self._boundary())
         self.cache.advance(len(tokens))
         return h
 
@@ -185,9 +190,7 @@ class Engine:
             raise ValueError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
         end = self.position + len(tokens)
         if end > self.config.max_position_embeddings:
-            raise ValueError(
-                f"{end} tokens exceed the model's context of {self.config.max_position_embeddings}"
-            )
+            raise ValueError(f"{end} tokens exceed the model's context of {self.config.max_position_embeddings}")
 
     def _finite(self, logits: mx.array) -> None:
         if not mx.isfinite(logits).all().item():
@@ -220,7 +223,7 @@ class Engine:
         return (ids, stamps) if clock is not None else ids
 
     def _hand_over(self, pending: deque[mx.array], ids: list[int], stamps: list[int], clock: Any) -> None:
-        ids.append(int(pending.popleft().item()))
+        ids.append(int(pending.popleft().item()))  # pyright: ignore[reportArgumentType]
         if clock is not None:
             stamps.append(clock())
         if self.engine.decode.feedback == "host":
@@ -358,9 +361,13 @@ class Engine:
     # -- text ------------------------------------------------------------------------------
 
     def generate(
-        self, tokens: Sequence[int], max_tokens: int, sampling: Sampling = Sampling(),
-        seed: int | None = None, stop_ids: Sequence[int] = (),
-    ) -> Iterator[int]:  # fmt: skip
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling = Sampling(),
+        seed: int | None = None,
+        stop_ids: Sequence[int] = (),
+    ) -> Iterator[int]:
         """Continue the cached sequence with `tokens`, then yield up to `max_tokens` ids.
 
         A stop id ends the stream and is not yielded. The token stays on the device from draw to feed; the next
@@ -377,7 +384,7 @@ class Engine:
         for index in range(limit):
             assert ahead is not None
             current, ahead = ahead, (next(draw) if index + 1 < limit else None)
-            token = int(current.item())
+            token = int(current.item())  # pyright: ignore[reportArgumentType]
             if token in stops:
                 return
             yield token
@@ -440,7 +447,9 @@ class Engine:
         """Read what `save` wrote; returns its tokens."""
         return self.cache.read(path)
 
-    def layer(self, index: int, h: mx.array, state: tuple[mx.array, mx.array] | None = None, position: int = 0):
+    def layer(
+        self, index: int, h: mx.array, state: tuple[mx.array, mx.array] | None = None, position: int = 0
+    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """One layer on given inputs, for comparisons on common inputs; the engine's own sequence is untouched.
 
         Args:

@@ -6,7 +6,7 @@ Source of the formulas: Hugging Face transformers' `Qwen3_5MoeForCausalLM`.
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -46,12 +46,15 @@ class Model:
     def embed(self, ids: mx.array) -> mx.array:
         """Rows of the embedding: ``[T] -> [1, T, hidden]``, no scaling."""
         table = self.weights.embed
-        if not table.packed:
+        if table.scales is None or table.biases is None:
             return table.weight[ids][None]
         rows = mx.dequantize(
-            table.weight[ids], table.scales[ids], table.biases[ids],  # type: ignore[index]
-            group_size=table.group_size, bits=table.bits,
-        )  # fmt: skip
+            table.weight[ids],
+            table.scales[ids],
+            table.biases[ids],
+            group_size=table.group_size,
+            bits=table.bits,
+        )
         return rows[None]
 
     def layer(self, index: int, h: mx.array, view: ExactView) -> mx.array:
@@ -87,8 +90,11 @@ class Model:
         """Gated DeltaNet mixer: four projections, the recurrent core, the output projection."""
         c = self.config
         sizes = (
-            c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim,
-        )  # fmt: skip
+            c.linear_num_key_heads,
+            c.linear_key_head_dim,
+            c.linear_num_value_heads,
+            c.linear_value_head_dim,
+        )
         qkv, z = self._linear(x, w.in_proj_qkv), self._linear(x, w.in_proj_z)
         b, a = self._linear(x, w.in_proj_b), self._linear(x, w.in_proj_a)
         conv, state = view.recurrent(index)
@@ -117,6 +123,4 @@ class Model:
     def _rotate(self, x: mx.array, view: ExactView) -> mx.array:
         """Rotary embedding of the leading dimensions, half-split pairs, angles in float32."""
         c = self.config
-        return mx.fast.rope(
-            x, c.rotary_dims, traditional=False, base=c.rope_theta, scale=1.0, offset=view.offset
-        )
+        return mx.fast.rope(x, c.rotary_dims, traditional=False, base=c.rope_theta, scale=1.0, offset=view.offset)

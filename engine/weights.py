@@ -7,8 +7,8 @@ engine and MLX-LM can share one copy (`Weights.from_tensors` takes the arrays of
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Iterator, Mapping
 
 import mlx.core as mx
 
@@ -58,11 +58,10 @@ class Matrix:
 
     def dense(self, dtype: mx.Dtype) -> mx.array:
         """The expanded float matrix ``[..., out, in]``."""
-        if not self.packed:
+        if self.scales is None:
             return self.weight.astype(dtype)
-        return mx.dequantize(
-            self.weight, self.scales, self.biases, group_size=self.group_size, bits=self.bits
-        ).astype(dtype)
+        made = mx.dequantize(self.weight, self.scales, self.biases, group_size=self.group_size, bits=self.bits)
+        return made.astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """Gated DeltaNet: `conv` is ``[conv_dim, kernel, 1]``; `a_log` float32 ``[value heads]``; `norm` is a plain gain."""
+    """Gated DeltaNet: `conv` is ``[conv_dim, kernel, 1]``, `a_log` float32 ``[value heads]``, `norm` a plain gain."""
 
     in_proj_qkv: Matrix
     in_proj_z: Matrix
@@ -145,7 +144,9 @@ class Weights:
         return sum(a.nbytes for a in self.tensors.values())
 
     @classmethod
-    def from_tensors(cls, config: ModelConfig, tensors: Mapping[str, mx.array], dtype: mx.Dtype | None = None) -> Weights:
+    def from_tensors(
+        cls, config: ModelConfig, tensors: Mapping[str, mx.array], dtype: mx.Dtype | None = None
+    ) -> Weights:
         """Bind MLX-LM tensor names to the structure the forward pass reads.
 
         Args:
@@ -164,7 +165,7 @@ class _Binder:
     def __init__(self, config: ModelConfig, tensors: Mapping[str, mx.array], dtype: mx.Dtype | None):
         strip = "language_model."
         self.config, self.dtype = config, dtype
-        self.source = {k[len(strip):] if k.startswith(strip) else k: v for k, v in tensors.items()}
+        self.source = {k[len(strip) :] if k.startswith(strip) else k: v for k, v in tensors.items()}
         self.used: dict[str, mx.array] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...], keep: bool = False) -> mx.array:
@@ -259,9 +260,7 @@ class _Binder:
     def bind(self) -> Weights:
         c = self.config
         embed = self.matrix("model.embed_tokens", (c.vocab_size, c.hidden_size))
-        layers = tuple(
-            self.layer(f"model.layers.{i}", c.is_full_attention(i)) for i in range(c.num_hidden_layers)
-        )
+        layers = tuple(self.layer(f"model.layers.{i}", c.is_full_attention(i)) for i in range(c.num_hidden_layers))
         norm = self.tensor("model.norm.weight", (c.hidden_size,))
         head = self.matrix("lm_head", (c.vocab_size, c.hidden_size))
         mtp = None

@@ -48,9 +48,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     gate.add_argument("gated", type=Path, metavar="RUN", help="run folder")
     gate.add_argument(
-        "--confirm", type=Path, nargs="+", default=[], metavar="RUN",
+        "--confirm",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN",
         help="later runs of the same command: a slowdown is confirmed when their sessions show it too",
-    )  # fmt: skip
+    )
     gate.set_defaults(run=_gate)
     return parser
 

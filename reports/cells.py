@@ -199,9 +199,25 @@ def _result(row: ContrastRow, label: Labels, aa_arms: set[str]) -> Result:
         numbers = [None] * 4
     value, low, high, detectable = numbers
     return Result(
-        row.contrast, arm, reference, row.phase, row.frontier, verdict, reason, value, low, high, row.units, row.unit,
-        finite(row.margin), detectable, row.method, row.check, aa, row.run_ids,
-    )  # fmt: skip
+        row.contrast,
+        arm,
+        reference,
+        row.phase,
+        row.frontier,
+        verdict,
+        reason,
+        value,
+        low,
+        high,
+        row.units,
+        row.unit,
+        finite(row.margin),
+        detectable,
+        row.method,
+        row.check,
+        aa,
+        row.run_ids,
+    )
 
 
 def _failed(check: dict[str, Any]) -> bool:

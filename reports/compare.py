@@ -60,12 +60,15 @@ def compare(a: Path, b: Path, output: Path | None = None) -> Path:
 
 def _table(left: Study, right: Study) -> tables.Table:
     columns = [
-        tables.Column("arm", "arm"), tables.Column("phase", "phase"),
+        tables.Column("arm", "arm"),
+        tables.Column("phase", "phase"),
         tables.Column("frontier", "context", text.tokens, True),
-        tables.Column("ratio", "B / A", text.ratio, True), tables.Column("interval", "95 % interval", numeric=True),
-        tables.Column("a", "A, tok/s", text.number, True), tables.Column("b", "B, tok/s", text.number, True),
+        tables.Column("ratio", "B / A", text.ratio, True),
+        tables.Column("interval", "95 % interval", numeric=True),
+        tables.Column("a", "A, tok/s", text.number, True),
+        tables.Column("b", "B, tok/s", text.number, True),
         tables.Column("note", "note"),
-    ]  # fmt: skip
+    ]
     rows = []
     for key, before in left.cells.items():
         after = right.cells.get(key)
@@ -74,9 +77,19 @@ def _table(left: Study, right: Study) -> tables.Table:
         found = _compared(before, after)
         shown = text.ABSENT if found.ratio is None else text.interval(found.low, found.high)
         rows.append(
-            {"arm": key[0], "phase": key[1], "frontier": key[2], "a": before.median, "b": after.median,
-             "ratio": found.ratio, "interval": shown, "low": found.low, "high": found.high, "note": found.note}
-        )  # fmt: skip
+            {
+                "arm": key[0],
+                "phase": key[1],
+                "frontier": key[2],
+                "a": before.median,
+                "b": after.median,
+                "ratio": found.ratio,
+                "interval": shown,
+                "low": found.low,
+                "high": found.high,
+                "note": found.note,
+            }
+        )
     return tables.Table("compare", "Rate of B over rate of A; above 1 means B is faster", columns, rows)
 
 

@@ -41,13 +41,33 @@ MARKS_AT_MOST = 1500
 """Windows from which the drift plot draws lines in place of marks."""
 
 STYLE: dict[Any, Any] = {
-    "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.grid": True, "axes.spines.right": False,
-    "axes.spines.top": False, "axes.unicode_minus": False, "axes.formatter.use_locale": False, "axes.axisbelow": True,
-    "figure.dpi": 72, "figure.facecolor": "white", "font.family": "DejaVu Sans", "font.size": 9, "grid.color": GRID,
-    "grid.linewidth": 0.6, "hatch.linewidth": 0.5, "legend.frameon": False, "lines.linewidth": 1.6,
-    "lines.markersize": 5, "savefig.dpi": 160, "svg.fonttype": "none", "svg.hashsalt": "lilybench",
-    "text.color": INK, "text.parse_math": False, "text.usetex": False, "xtick.color": INK, "ytick.color": INK,
-}  # fmt: skip
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.unicode_minus": False,
+    "axes.formatter.use_locale": False,
+    "axes.axisbelow": True,
+    "figure.dpi": 72,
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "hatch.linewidth": 0.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "savefig.dpi": 160,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lilybench",
+    "text.color": INK,
+    "text.parse_math": False,
+    "text.usetex": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
 
 
 @dataclass

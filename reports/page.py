@@ -19,15 +19,30 @@ from sweeps.rows import SCHEMA
 TEMPLATES = Path(__file__).parent / "templates"
 
 MARKS = {
-    "faster": "▲", "slower": "▼", "same": "=", "unclear": "?", "blocked": "✕", "unsupported": "–", "mixed": "◆",
-}  # fmt: skip
+    "faster": "▲",
+    "slower": "▼",
+    "same": "=",
+    "unclear": "?",
+    "blocked": "✕",
+    "unsupported": "–",
+    "mixed": "◆",
+}
 """A shape for each verdict, so that colour is never the only sign."""
 
 SECTIONS = (
-    ("rates", "Rates"), ("ratios", "Ratios"), ("quality", "Quality"), ("limits", "Limits"), ("memory", "Memory"),
-    ("drift", "Drift"), ("gaps", "Skipped and failed"), ("executed", "Executed"), ("points", "Every point"),
-    ("environment", "Environment"), ("command", "Command"), ("glossary", "Glossary"),
-)  # fmt: skip
+    ("rates", "Rates"),
+    ("ratios", "Ratios"),
+    ("quality", "Quality"),
+    ("limits", "Limits"),
+    ("memory", "Memory"),
+    ("drift", "Drift"),
+    ("gaps", "Skipped and failed"),
+    ("executed", "Executed"),
+    ("points", "Every point"),
+    ("environment", "Environment"),
+    ("command", "Command"),
+    ("glossary", "Glossary"),
+)
 
 
 def build(folders: Sequence[Path], output: Path | None = None) -> Path:

@@ -106,22 +106,44 @@ _RATIO = Column("ratio", "ratio", text.ratio, True)
 def contrasts(study: Study, aa: bool = False) -> Table:
     """Every question and its answer; or, for `aa`, the comparisons of an arm with itself."""
     columns = [
-        Column("contrast", "question"), Column("phase", "phase"), _FRONTIER, _RATIO,
-        Column("interval", "95 % interval", text.plain, True), Column("verdict", "verdict"), Column("sure", "from"),
-        Column("margin", "margin", text.percent, True), Column("detectable", "could see", _above_one, True),
+        Column("contrast", "question"),
+        Column("phase", "phase"),
+        _FRONTIER,
+        _RATIO,
+        Column("interval", "95 % interval", text.plain, True),
+        Column("verdict", "verdict"),
+        Column("sure", "from"),
+        Column("margin", "margin", text.percent, True),
+        Column("detectable", "could see", _above_one, True),
         Column("reason", "why"),
-    ]  # fmt: skip
+    ]
     rows = [
         {
-            "contrast": f"{r.arm} / {r.reference}", "phase": r.phase, "frontier": r.frontier, "ratio": r.ratio,
-            "interval": _interval(r.low, r.high, r.ratio), "verdict": r.verdict, "sure": text.count(r.units, r.unit),
-            "margin": r.margin, "detectable": r.detectable, "reason": r.reason, "name": r.contrast, "arm": r.arm,
-            "reference": r.reference, "low": r.low, "high": r.high, "units": r.units, "unit": r.unit, "aa": r.aa,
-            "method": r.method, "check": r.check, "run_ids": r.run_ids,
+            "contrast": f"{r.arm} / {r.reference}",
+            "phase": r.phase,
+            "frontier": r.frontier,
+            "ratio": r.ratio,
+            "interval": _interval(r.low, r.high, r.ratio),
+            "verdict": r.verdict,
+            "sure": text.count(r.units, r.unit),
+            "margin": r.margin,
+            "detectable": r.detectable,
+            "reason": r.reason,
+            "name": r.contrast,
+            "arm": r.arm,
+            "reference": r.reference,
+            "low": r.low,
+            "high": r.high,
+            "units": r.units,
+            "unit": r.unit,
+            "aa": r.aa,
+            "method": r.method,
+            "check": r.check,
+            "run_ids": r.run_ids,
         }
         for r in study.results
         if r.aa == aa
-    ]  # fmt: skip
+    ]
     if aa:
         return Table(
             "aa", "An arm against itself (A/A): the truth is 1", columns, rows, "No arm was compared with itself."
@@ -160,13 +182,21 @@ def _rate(value: Any) -> str:
 def points(study: Study) -> Table:
     """One row per arm, phase and frontier with everything known about it."""
     columns = [
-        Column("arm", "arm"), Column("phase", "phase"), _FRONTIER, Column("median", "tok/s, median", text.number, True),
-        Column("low", "10th pct", text.number, True), Column("high", "90th pct", text.number, True),
-        Column("windows", "windows", text.plain, True), Column("blocks", "blocks", text.plain, True),
-        Column("sessions", "sessions", text.plain, True), Column("elapsed_ns", "time, median", text.duration, True),
-        Column("peak_bytes", "peak", text.size, True), Column("gigabytes", "GB/s", text.number, True),
-        Column("flags", "flags"), Column("state", "state", text.gap),
-    ]  # fmt: skip
+        Column("arm", "arm"),
+        Column("phase", "phase"),
+        _FRONTIER,
+        Column("median", "tok/s, median", text.number, True),
+        Column("low", "10th pct", text.number, True),
+        Column("high", "90th pct", text.number, True),
+        Column("windows", "windows", text.plain, True),
+        Column("blocks", "blocks", text.plain, True),
+        Column("sessions", "sessions", text.plain, True),
+        Column("elapsed_ns", "time, median", text.duration, True),
+        Column("peak_bytes", "peak", text.size, True),
+        Column("gigabytes", "GB/s", text.number, True),
+        Column("flags", "flags"),
+        Column("state", "state", text.gap),
+    ]
     rows = []
     for c in study.cells.values():
         values = {k: v for k, v in vars(c).items() if k not in ("gap", "flags")}
@@ -200,16 +230,24 @@ def gaps(study: Study) -> Table:
 def guard(study: Study) -> Table:
     """The quality guard of every contrast: what it compared and what it found."""
     columns = [
-        Column("contrast", "arm / reference"), Column("phase", "phase"),
-        Column("context", "context"), Column("name", "guard"),
-        Column("passed", "output right"), Column("found", "found"),
-    ]  # fmt: skip
+        Column("contrast", "arm / reference"),
+        Column("phase", "phase"),
+        Column("context", "context"),
+        Column("name", "guard"),
+        Column("passed", "output right"),
+        Column("found", "found"),
+    ]
     groups: dict[str, dict[str, Any]] = {}
     for r in study.results:
         if r.check and not r.aa:
             found = {k: v for k, v in flatten(r.check).items() if k not in ("name", "passed")}
-            row = {"contrast": f"{r.arm} / {r.reference}", "phase": r.phase, "name": r.check.get("name"),
-                   "passed": _passed(r.check.get("passed")), "found": found}  # fmt: skip
+            row = {
+                "contrast": f"{r.arm} / {r.reference}",
+                "phase": r.phase,
+                "name": r.check.get("name"),
+                "passed": _passed(r.check.get("passed")),
+                "found": found,
+            }
             key = json.dumps(row, default=str)
             groups.setdefault(key, row | {"frontiers": []})["frontiers"].append(r.frontier)
     rows = [
@@ -228,9 +266,14 @@ def _passed(value: Any) -> str:
 def executed(study: Study) -> Table:
     """Requested against executed variants."""
     columns = [
-        Column("arm", "arm"), Column("phase", "phase"), Column("op", "op"), Column("requested", "requested"),
-        Column("executed", "executed (tile)"), Column("calls", "calls", text.number, True), Column("agrees", "agrees"),
-    ]  # fmt: skip
+        Column("arm", "arm"),
+        Column("phase", "phase"),
+        Column("op", "op"),
+        Column("requested", "requested"),
+        Column("executed", "executed (tile)"),
+        Column("calls", "calls", text.number, True),
+        Column("agrees", "agrees"),
+    ]
     rows = requested_against_executed(study)
     return Table("executed", "Requested against executed", columns, rows, "These rows do not say what was executed.")
 
@@ -240,11 +283,14 @@ def environment(runs: Sequence[RunRow]) -> Table:
     facts: dict[str, dict[str, list[str]]] = {}
     for run in runs:
         flat = {
-            "run": run.run_id, "project version": run.project_version, "config hash": run.config_hash,
-            **{f"git {k}": v for k, v in flatten(run.git).items()}, **flatten(run.machine),
+            "run": run.run_id,
+            "project version": run.project_version,
+            "config hash": run.config_hash,
+            **{f"git {k}": v for k, v in flatten(run.git).items()},
+            **flatten(run.machine),
             **{f"model {k}": v for k, v in flatten(run.model).items()},
             **{f"prompt {k}": v for k, v in flatten(run.prompt).items()},
-        }  # fmt: skip
+        }
         for name, value in flat.items():
             where = facts.setdefault(name, {}).setdefault(_fact(name, value), [])
             where.append(f"{run.run_id} session {run.session}")

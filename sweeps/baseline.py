@@ -81,9 +81,11 @@ def gate(shared: Shared, tokens: Sequence[int], *, model: Any = None, oracle: En
     check = judged(synthetic_check(made.pairs, made.routed, None, limits), made)
     if check.passed and limits.relative_rms < 1e-2 and shared.config.num_hidden_layers <= EXACT_LAYERS:
         check = _end_to_end(check, exact, model, tokens)
-    reason = f"MLX-LM agrees with the float32 oracle: {check.reason}" if check.passed else (
-        f"MLX-LM does not compute this model: {check.reason}"
-    )  # fmt: skip
+    reason = (
+        f"MLX-LM agrees with the float32 oracle: {check.reason}"
+        if check.passed
+        else (f"MLX-LM does not compute this model: {check.reason}")
+    )
     return replace(check, name="baseline", reason=reason)
 
 

@@ -21,8 +21,20 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "transformers",
-            "tokenizers", "numpy", "scipy", "lilybench")  # fmt: skip
+PACKAGES = (
+    "mlx",
+    "mlx-metal",
+    "mlx-cpu",
+    "mlx-cuda",
+    "mlx-cuda-12",
+    "mlx-cuda-13",
+    "mlx-lm",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "scipy",
+    "lilybench",
+)
 """Distributions whose versions are kept with every run."""
 
 KNOBS = ("MLX_", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "METAL_")

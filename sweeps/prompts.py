@@ -25,9 +25,19 @@ LILY_FACTOR = 2_654_435_761
 
 # Left out: what some distributions package apart, so that the text is the same on all machines of one Python version.
 _NOT_EVERYWHERE = {
-    "test", "site-packages", "dist-packages", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "pydoc_data",
-    "distutils", "__phello__", "__pycache__",
-}  # fmt: skip
+    "test",
+    "site-packages",
+    "dist-packages",
+    "idlelib",
+    "lib2to3",
+    "tkinter",
+    "turtledemo",
+    "ensurepip",
+    "pydoc_data",
+    "distutils",
+    "__phello__",
+    "__pycache__",
+}
 
 
 class PromptError(ValueError):

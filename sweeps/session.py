@@ -107,7 +107,7 @@ class Session:
         self._attempt = attempt
         self._start = tools.clock.now_ns()
         self._budget = budget_seconds
-        self._warm_seconds = min(WARM_SECONDS, budget_seconds / 40)
+        self._warm_seconds = warm_seconds(budget_seconds)
         self._cap = job.cap_seconds if job.cap_seconds > 0 else float("inf")
         self._serial = job.settings.get("arms") == "serial"
         self._states: dict[int, tuple[str, int, int, CanonicalState]] = {}
@@ -638,12 +638,23 @@ class Session:
         }
         least_bytes, least_flops = self.tools.least(point)
         return SampleRow(
-            run_id=self.job.run_id, session=self.session, point=point.key, arm=arm.name, arm_hash=arm.hash,
-            subject=arm.subject, phase=point.phase, frontier=point.frontier, block=cell.block, slot=cell.slot,
-            status=status, flags=[*context.flags, *(name for name, on in marks.items() if on)],
-            check=dict(context.checks.get(arm.name, {})), least_bytes=least_bytes, least_flops=least_flops,
+            run_id=self.job.run_id,
+            session=self.session,
+            point=point.key,
+            arm=arm.name,
+            arm_hash=arm.hash,
+            subject=arm.subject,
+            phase=point.phase,
+            frontier=point.frontier,
+            block=cell.block,
+            slot=cell.slot,
+            status=status,
+            flags=[*context.flags, *(name for name, on in marks.items() if on)],
+            check=dict(context.checks.get(arm.name, {})),
+            least_bytes=least_bytes,
+            least_flops=least_flops,
             extra=context.extra | (context.first.pop(live.name, {}) if cell.block >= 0 else {}),
-        )  # fmt: skip
+        )
 
     def _pending(self, point: Point, arms: Sequence[Live]) -> list[Cell]:
         """Unfinished windows of arms that can run; a row for each arm that cannot, with its reason."""
@@ -683,6 +694,11 @@ class Session:
     def _trial(self, place: int, block: int, turn: int) -> int:
         """A number of its own for every prompt of the job; arms in the same turn of a block share it."""
         return ((self.session * 1000 + place) * 1000 + block + 1) * 100 + turn
+
+
+def warm_seconds(budget_seconds: float) -> float:
+    """Seconds of warm-up of one arm at one point after which no further round begins, in a session of that budget."""
+    return min(WARM_SECONDS, budget_seconds / 40)
 
 
 def _chunk(arm: Arm, subject: Subject) -> int:

@@ -14,17 +14,30 @@ from sweeps.rows import ContrastRow, RunRow, SampleRow, to_json
 
 GIB = 2**30
 MAC = {
-    "chip": "Apple M9 Max", "device": "metal", "cores": 16, "memory": 128 * GIB, "os": "macOS 27.0",
-    "bandwidth_bytes_per_second": 614e9, "versions": {"python": "3.11.9", "mlx": "0.32.4", "mlx_lm": "0.32.2"},
-}  # fmt: skip
+    "chip": "Apple M9 Max",
+    "device": "metal",
+    "cores": 16,
+    "memory": 128 * GIB,
+    "os": "macOS 27.0",
+    "bandwidth_bytes_per_second": 614e9,
+    "versions": {"python": "3.11.9", "mlx": "0.32.4", "mlx_lm": "0.32.2"},
+}
 H200 = {
-    "chip": "NVIDIA H200", "device": "cuda", "cores": 16, "memory": 139 * GIB, "os": "Linux 6.1",
+    "chip": "NVIDIA H200",
+    "device": "cuda",
+    "cores": 16,
+    "memory": 139 * GIB,
+    "os": "Linux 6.1",
     "versions": {"python": "3.11.9", "mlx": "0.32.4", "mlx_lm": "0.32.2"},
-}  # fmt: skip
+}
 CPU = {
-    "chip": "AMD EPYC", "device": "cpu", "cores": 2, "memory": 8 * GIB, "os": "Linux 6.1",
+    "chip": "AMD EPYC",
+    "device": "cpu",
+    "cores": 2,
+    "memory": 8 * GIB,
+    "os": "Linux 6.1",
     "versions": {"python": "3.11.9", "mlx": "0.32.4", "mlx_lm": "0.32.2"},
-}  # fmt: skip
+}
 REAL = {"name": "mlx-community/Qwen3.6-35B-A3B-4bit", "revision": "38740b847e4c", "synthetic": False}
 TOY = {"name": "tiny", "toy": True, "synthetic": False}
 
@@ -32,13 +45,19 @@ TOY = {"name": "tiny", "toy": True, "synthetic": False}
 def run_row(session: int = 0, run_id: str = "r1", **changes: Any) -> RunRow:
     """One worker process."""
     values: dict[str, Any] = {
-        "run_id": run_id, "session": session, "started": f"2026-11-30T0{session % 10}:15:00Z",
+        "run_id": run_id,
+        "session": session,
+        "started": f"2026-11-30T0{session % 10}:15:00Z",
         "argv": ["python", "-m", "sweeps", "model=qwen3.6-35b", "sweep=publish"],
-        "config": {"sweep": {"name": "publish"}, "seed": 7}, "config_hash": "c0ffee",
-        "git": {"commit": "0123abc", "dirty": False}, "machine": MAC,
+        "config": {"sweep": {"name": "publish"}, "seed": 7},
+        "config_hash": "c0ffee",
+        "git": {"commit": "0123abc", "dirty": False},
+        "machine": MAC,
         "conditions": {"power": "AC", "low_power": False, "load": 0.5 + session / 10, "swap": 0},
-        "model": REAL, "prompt": {"kind": "text", "hash": "abcd"}, "project_version": "0.1.0",
-    }  # fmt: skip
+        "model": REAL,
+        "prompt": {"kind": "text", "hash": "abcd"},
+        "project_version": "0.1.0",
+    }
     return RunRow(**(values | changes))
 
 
@@ -56,14 +75,29 @@ def sample(
         {"op": "gated_delta", "variant": "registers" if subject == "engine" else "mlx", "tile": None, "calls": 30},
     ]
     values: dict[str, Any] = {
-        "run_id": "r1", "session": session, "point": f"{phase}-{frontier}", "arm": arm, "arm_hash": f"h-{subject}",
-        "subject": subject, "phase": phase, "frontier": frontier, "block": block, "slot": slot, "status": "ok",
-        "work_tokens": work, "elapsed_ns": int(work / rate * 1e9), "enqueue_ns": 1000,
-        "peak_bytes": 20 * GIB + frontier * 40_000, "active_bytes": 19 * GIB + frontier * 20_480,
-        "footprint_bytes": 21 * GIB + frontier * 40_000, "least_bytes": passes * (2 * GIB + frontier * 20_480),
-        "least_flops": work * 6_000_000_000, "chunks": [min(frontier, 2048)] * max(1, frontier // 2048),
-        "executed": executed, "tokens_hash": "t0",
-    }  # fmt: skip
+        "run_id": "r1",
+        "session": session,
+        "point": f"{phase}-{frontier}",
+        "arm": arm,
+        "arm_hash": f"h-{subject}",
+        "subject": subject,
+        "phase": phase,
+        "frontier": frontier,
+        "block": block,
+        "slot": slot,
+        "status": "ok",
+        "work_tokens": work,
+        "elapsed_ns": int(work / rate * 1e9),
+        "enqueue_ns": 1000,
+        "peak_bytes": 20 * GIB + frontier * 40_000,
+        "active_bytes": 19 * GIB + frontier * 20_480,
+        "footprint_bytes": 21 * GIB + frontier * 40_000,
+        "least_bytes": passes * (2 * GIB + frontier * 20_480),
+        "least_flops": work * 6_000_000_000,
+        "chunks": [min(frontier, 2048)] * max(1, frontier // 2048),
+        "executed": executed,
+        "tokens_hash": "t0",
+    }
     return SampleRow(**(values | changes))
 
 
@@ -81,12 +115,26 @@ def contrast(phase: str, frontier: int, arm: str = "full", reference: str = "mlx
     ratio = speed(arm, phase, frontier) / speed(reference, phase, frontier)
     verdict = "faster" if ratio > 1.02 else "slower" if ratio < 0.98 else "unclear"
     values: dict[str, Any] = {
-        "run_ids": ["r1"], "contrast": f"{arm}_vs_{reference}", "arm": arm, "reference": reference, "phase": phase,
-        "frontier": frontier, "ratio": ratio, "low": ratio * 0.985, "high": ratio * 1.015, "low90": ratio * 0.988,
-        "high90": ratio * 1.012, "units": 5, "unit": "session", "margin": 0.01, "verdict": verdict, "reason": None,
-        "detectable": 1.021, "method": "paired log ratios, t interval over sessions",
+        "run_ids": ["r1"],
+        "contrast": f"{arm}_vs_{reference}",
+        "arm": arm,
+        "reference": reference,
+        "phase": phase,
+        "frontier": frontier,
+        "ratio": ratio,
+        "low": ratio * 0.985,
+        "high": ratio * 1.015,
+        "low90": ratio * 0.988,
+        "high90": ratio * 1.012,
+        "units": 5,
+        "unit": "session",
+        "margin": 0.01,
+        "verdict": verdict,
+        "reason": None,
+        "detectable": 1.021,
+        "method": "paired log ratios, t interval over sessions",
         "check": {"name": "teacher-forced", "passed": True, "perplexity_ratio": 1.0004, "top1": 0.998},
-    }  # fmt: skip
+    }
     return ContrastRow(**(values | changes))
 
 
@@ -123,15 +171,23 @@ def _blocks(phase: str, frontier: int, session: int, blocks: int) -> list[Sample
                     continue
                 oom = frontier == 65_536
                 row = dataclasses.replace(
-                    row, status="oom" if oom else "skipped", elapsed_ns=None, work_tokens=0,
+                    row,
+                    status="oom" if oom else "skipped",
+                    elapsed_ns=None,
+                    work_tokens=0,
                     reason="device out of memory at chunk 29 of 32" if oom else "out of memory at 64K already",
-                )  # fmt: skip
+                )
             rows.append(row)
     return rows
 
 
-def write_run(folder: Path, runs: list[RunRow], samples: list[SampleRow], contrasts: list[ContrastRow],
-              job: dict[str, Any] | None = None) -> Path:  # fmt: skip
+def write_run(
+    folder: Path,
+    runs: list[RunRow],
+    samples: list[SampleRow],
+    contrasts: list[ContrastRow],
+    job: dict[str, Any] | None = None,
+) -> Path:
     """Write the three tables as a run folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("runs", runs), ("samples", samples), ("contrasts", contrasts)):

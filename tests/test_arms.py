@@ -31,10 +31,23 @@ EVERY_VALUE = [(name, key) for name, switch in TOGGLES.items() for key in switch
 
 def test_every_toggle_of_the_design_is_there():
     assert set(TOGGLES) == {
-        "packed_dequant", "gpu_routing", "single_submission", "tile_rows", "gdn_scan", "gqa_packing",
-        "fixed_block_layout", "kv_split", "cache_layout", "coalesced_cache", "device_token", "speculative",
-        "prefill_chunk", "step_trace", "fusion", "phase_overlap",
-    }  # fmt: skip
+        "packed_dequant",
+        "gpu_routing",
+        "single_submission",
+        "tile_rows",
+        "gdn_scan",
+        "gqa_packing",
+        "fixed_block_layout",
+        "kv_split",
+        "cache_layout",
+        "coalesced_cache",
+        "device_token",
+        "speculative",
+        "prefill_chunk",
+        "step_trace",
+        "fusion",
+        "phase_overlap",
+    }
 
 
 @pytest.mark.parametrize("name, value", EVERY_VALUE)
@@ -58,8 +71,9 @@ def test_on_and_off_are_two_settings_that_set_the_same_fields_apart(name):
 
 def test_numbers_may_be_written_as_numbers():
     assert expand({"gqa_packing": 4, "prefill_chunk": 512}) == {
-        "decode_attention": {"heads": "4"}, "prefill": {"chunk": 512},
-    }  # fmt: skip
+        "decode_attention": {"heads": "4"},
+        "prefill": {"chunk": 512},
+    }
 
 
 def test_unknown_names_are_answered_with_the_nearest():
@@ -89,12 +103,13 @@ def test_unknown_names_are_answered_with_the_nearest():
         ({"phase_overlap": "off"}, {"overlap": True}, ("overlap=True", "toggle.phase_overlap=off")),
         ({"device_token": False}, {"decode.in_flight": 2}, ("decode.in_flight=2", "toggle.device_token=off")),
         (
-            {"kv_split": "off", "fixed_block_layout": "on"}, {},
+            {"kv_split": "off", "fixed_block_layout": "on"},
+            {},
             ("toggle.kv_split=off", "toggle.fixed_block_layout=on", "decode_attention.split"),
         ),
         ({"fixed_block_layout": "on", "kv_split": "off"}, {}, ("toggle.kv_split=off", "toggle.fixed_block_layout=on")),
     ],
-)  # fmt: skip
+)
 def test_contradictions_name_both_sides(toggles, explicit, names):
     with pytest.raises(ArmError, match="contradict each other") as error:
         expand(toggles, explicit)

@@ -199,7 +199,8 @@ def test_faults_of_the_program_are_one_line_too(capsys, monkeypatch):
     monkeypatch.setattr(models, "find", broken)
     assert main([]) == 1
     assert capsys.readouterr().err.strip().splitlines() == [
-        "error: first second (RuntimeError; LILYBENCH_DEBUG=1 shows where)"]  # fmt: skip
+        "error: first second (RuntimeError; LILYBENCH_DEBUG=1 shows where)"
+    ]
     monkeypatch.setenv("LILYBENCH_DEBUG", "1")
     with pytest.raises(RuntimeError):
         main([])

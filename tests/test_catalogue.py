@@ -22,9 +22,16 @@ from ablations.catalogue import (
 
 def ratio(**changes) -> Claim:
     fields = dict(
-        name="c", finding="f", quantity="ratio", value=1.2, phase="decode", contexts=(256,), source="s", device="d",
+        name="c",
+        finding="f",
+        quantity="ratio",
+        value=1.2,
+        phase="decode",
+        contexts=(256,),
+        source="s",
+        device="d",
         baseline=Baseline("mlx_lm", "0.31.3", "0.32.2"),
-    )  # fmt: skip
+    )
     return Claim(**(fields | changes))
 
 
@@ -96,15 +103,26 @@ def test_all_that_was_published_is_there():
     names = [entry.name for entry in CLAIMS]
     assert len(set(names)) == len(names)
     worked = {
-        "packed_dequant", "gpu_routing", "tile_rows", "gdn_scan", "gqa_packing", "fixed_block_layout",
-        "coalesced_cache", "device_token",
-    }  # fmt: skip
+        "packed_dequant",
+        "gpu_routing",
+        "tile_rows",
+        "gdn_scan",
+        "gqa_packing",
+        "fixed_block_layout",
+        "coalesced_cache",
+        "device_token",
+    }
     assert worked <= {entry.toggle for entry in CLAIMS if entry.worked}
     failed = {entry.name for entry in CLAIMS if not entry.worked}
     assert failed == {
-        "speculative", "draft_vocab", "fewer_launches", "broader_fusion", "phase_overlap", "larger_prefill_tiles_64",
+        "speculative",
+        "draft_vocab",
+        "fewer_launches",
+        "broader_fusion",
+        "phase_overlap",
+        "larger_prefill_tiles_64",
         "larger_prefill_tiles_128",
-    }  # fmt: skip
+    }
     assert [c.value for c in claims_about("fixed_block_layout")] == [1.077, 1.274, 1.402]
     assert claim("speculative").value == 0.82
 

@@ -437,8 +437,11 @@ def load_raw(hub: Hub) -> dict[str, mx.array]:
 def test_draft_head_goes_on_after_a_cut(hub, monkeypatch):
     folder = fetch()
     name = shard(hub, RAW, -1)
-    holding = {f for k, f in json.loads(hub.repos[RAW]["model.safetensors.index.json"])["weight_map"].items()
-               if k.startswith("mtp.")}  # fmt: skip
+    holding = {
+        f
+        for k, f in json.loads(hub.repos[RAW]["model.safetensors.index.json"])["weight_map"].items()
+        if k.startswith("mtp.")
+    }
     assert name in holding
     monkeypatch.setattr(fetching, "_ATTEMPTS", 1)
     pull = fetching._pull
@@ -458,8 +461,11 @@ def test_draft_head_goes_on_after_a_cut(hub, monkeypatch):
     monkeypatch.setattr(fetching, "_pull", pull)
     hub.asked.clear()
     fetch(what="mtp")
-    read = sum(int(s.split("-")[1]) - int(s.removeprefix("bytes=").split("-")[0]) + 1
-               for verb, path, s, _ in hub.asked if verb == "GET" and path.endswith(".safetensors") and s)  # fmt: skip
+    read = sum(
+        int(s.split("-")[1]) - int(s.removeprefix("bytes=").split("-")[0]) + 1
+        for verb, path, s, _ in hub.asked
+        if verb == "GET" and path.endswith(".safetensors") and s
+    )
     head = sum(a.nbytes for n, a in load_raw(hub).items() if n.startswith("mtp."))
     assert read < head + 30_000 - left / 2
     again = load(folder).weights.mtp
@@ -496,15 +502,20 @@ def test_real_draft_head_takes_475_megabytes():
     real = ModelConfig()
     wide, hidden = 512, real.hidden_size
     shapes = {
-        "fc": (hidden, 2 * hidden), "layers.0.self_attn.q_proj": (8192, hidden),
-        "layers.0.self_attn.k_proj": (512, hidden), "layers.0.self_attn.v_proj": (512, hidden),
-        "layers.0.self_attn.o_proj": (hidden, 4096), "layers.0.mlp.gate": (256, hidden),
-        "layers.0.mlp.shared_expert_gate": (1, hidden), "layers.0.mlp.switch_mlp.gate_proj": (256, wide, hidden),
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (8192, hidden),
+        "layers.0.self_attn.k_proj": (512, hidden),
+        "layers.0.self_attn.v_proj": (512, hidden),
+        "layers.0.self_attn.o_proj": (hidden, 4096),
+        "layers.0.mlp.gate": (256, hidden),
+        "layers.0.mlp.shared_expert_gate": (1, hidden),
+        "layers.0.mlp.switch_mlp.gate_proj": (256, wide, hidden),
         "layers.0.mlp.switch_mlp.up_proj": (256, wide, hidden),
         "layers.0.mlp.switch_mlp.down_proj": (256, hidden, wide),
-        "layers.0.mlp.shared_expert.gate_proj": (wide, hidden), "layers.0.mlp.shared_expert.up_proj": (wide, hidden),
+        "layers.0.mlp.shared_expert.gate_proj": (wide, hidden),
+        "layers.0.mlp.shared_expert.up_proj": (wide, hidden),
         "layers.0.mlp.shared_expert.down_proj": (hidden, wide),
-    }  # fmt: skip
+    }
     total = 2 * (5 * hidden + 2 * 256)  # gains
     for name, shape in shapes.items():
         # Unevaluated: only the shapes are wanted.

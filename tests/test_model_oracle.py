@@ -105,7 +105,9 @@ def test_sixteen_bit_error_is_no_larger_than_mlx_lms(tmp_path, capsys):
     model = load_mlx_lm(str(path))[0]
     loaded = load(path)
     ids = np.random.default_rng(1).integers(0, 450, 96).tolist()
-    exact = np.array(Engine(loaded.config, load(path, dtype=mx.float32).weights, REFERENCE, dtype=mx.float32).logits(ids))
+    exact = np.array(
+        Engine(loaded.config, load(path, dtype=mx.float32).weights, REFERENCE, dtype=mx.float32).logits(ids)
+    )
     named = EngineConfig(linear="mlx", experts=ExpertsConfig("mlx"), head="mlx", prefill_attention="mlx")
     ours = relative_rms(Engine(loaded.config, loaded.weights, named, dtype=mx.bfloat16).logits(ids), exact)
     theirs = relative_rms(np.array(model(mx.array([ids]))[0].astype(mx.float32)), exact)

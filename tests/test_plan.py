@@ -17,9 +17,21 @@ from sweeps.models import Model
 from sweeps.plan import PlanError
 
 REAL = Model("real", "checkpoint", ModelConfig(), path="/weights", weights_bytes=19_508_789_376, weights_hash="w")
-TINY = Model("tiny", "synthetic", dataclasses.replace(
-    ModelConfig(), num_hidden_layers=4, hidden_size=256, num_experts=32, vocab_size=512, moe_intermediate_size=64,
-    shared_expert_intermediate_size=64), synthetic=True, weights_bytes=6_000_000)  # fmt: skip
+TINY = Model(
+    "tiny",
+    "synthetic",
+    dataclasses.replace(
+        ModelConfig(),
+        num_hidden_layers=4,
+        hidden_size=256,
+        num_experts=32,
+        vocab_size=512,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    ),
+    synthetic=True,
+    weights_bytes=6_000_000,
+)
 MAC = apple("M4 Max", 128)
 CPU = cpu("cpu", 8 << 30)
 
@@ -36,7 +48,10 @@ def fast_probe(*arms, seconds_per_token=1e-4):
 def test_default_arms_are_engine_baseline_and_a_second_engine():
     job = made("sweep=ten").job
     assert [(arm.name, arm.subject, arm.aa) for arm in job.arms] == [
-        ("full", "engine", False), ("mlx_lm", "mlx_lm", False), ("full.again", "engine", True)]  # fmt: skip
+        ("full", "engine", False),
+        ("mlx_lm", "mlx_lm", False),
+        ("full.again", "engine", True),
+    ]
     assert [(c.arm, c.reference) for c in job.contrasts] == [("full", "mlx_lm"), ("full.again", "full")]
     assert job.arms[0].hash == job.arms[2].hash
 
@@ -85,7 +100,10 @@ def test_every_ablation_plans_in_both_directions(name, engine):
 
 def test_presets_against_each_other():
     assert [a.name for a in made("ablation=full_vs_plain", "sweep=ten", "subject=none").job.arms] == [
-        "plain", "full", "plain.again"]  # fmt: skip
+        "plain",
+        "full",
+        "plain.again",
+    ]
 
 
 def test_a_contradiction_of_toggle_and_field_is_refused():
@@ -110,9 +128,18 @@ def test_impossible_combinations_are_skipped_with_their_reason():
 
 
 def test_keys_follow_what_determines_the_result_and_nothing_else():
-    key = {name: made(*words).job.points[0].key for name, words in {
-        "base": (), "blocks": ("blocks=2",), "budget": ("budget=3m",), "seed": ("seed=1",), "prompt": ("prompt=code",),
-        "engine": ("engine.prefill.chunk=512",), "logprobs": ("decode.logprobs=true",)}.items()}  # fmt: skip
+    key = {
+        name: made(*words).job.points[0].key
+        for name, words in {
+            "base": (),
+            "blocks": ("blocks=2",),
+            "budget": ("budget=3m",),
+            "seed": ("seed=1",),
+            "prompt": ("prompt=code",),
+            "engine": ("engine.prefill.chunk=512",),
+            "logprobs": ("decode.logprobs=true",),
+        }.items()
+    }
     assert key["base"] == key["blocks"] == key["budget"]
     assert len({key[n] for n in ("base", "seed", "prompt", "engine", "logprobs")}) == 5
 
@@ -170,7 +197,11 @@ def test_an_arm_far_beyond_its_cap_is_skipped_for_prefill_only():
     probe.prefill["mlx_lm"], probe.decode["mlx_lm"] = [(128, 1.28), (512, 5.12)], [(128, 1e-3), (512, 1e-3)]
     points = made("frontiers=[256,16K]", "cap=30s", "budget=1h", probe=probe).job.points
     assert {(p.phase, p.frontier): sorted(p.skip) for p in points} == {
-        ("prefill", 256): [], ("decode", 256): [], ("prefill", 16_384): ["mlx_lm"], ("decode", 16_384): []}  # fmt: skip
+        ("prefill", 256): [],
+        ("decode", 256): [],
+        ("prefill", 16_384): ["mlx_lm"],
+        ("decode", 16_384): [],
+    }
 
 
 def test_calibration_is_only_a_a():
@@ -210,8 +241,14 @@ def test_the_dry_run_shows_points_memory_toggles_skips_and_total():
     out = io.StringIO()
     preview.show(made("sweep=ten", "toggle.gqa_packing=4", "budget=10m"), Console(file=out, width=140))
     text = out.getvalue()
-    for word in ("131072", "GB", "toggle.gqa_packing=4 sets decode_attention.heads=4", "budget of 10 min", "Output:",
-                 "Given up for the budget"):  # fmt: skip
+    for word in (
+        "131072",
+        "GB",
+        "toggle.gqa_packing=4 sets decode_attention.heads=4",
+        "budget of 10 min",
+        "Output:",
+        "Given up for the budget",
+    ):
         assert word in text
 
 

@@ -203,9 +203,18 @@ def test_browser_shows_it_without_overflow_or_errors(built: Path, tmp_path: Path
     )
     copy = tmp_path / "page.html"
     copy.write_text(built.read_text(encoding="utf-8").replace("</body>", probe + "</body>"), encoding="utf-8")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-               "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900",
-               "--dump-dom", copy.as_uri()]  # fmt: skip
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},900",
+        "--dump-dom",
+        copy.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     found = re.search(r"<title>(\d+) of (\d+)</title>", done.stdout)
     assert found, done.stderr[-2000:]
@@ -331,18 +340,30 @@ def odd(name: str) -> tuple[list, list, list]:
         "one point": (run, samples[:1], []),
         "two equal points": (run, [samples[0], dataclasses.replace(samples[0], block=1)], []),
         "all failed": (run, [dataclasses.replace(s, **lost) for s in samples], []),
-        "nulls": (run, [dataclasses.replace(s, elapsed_ns=None, peak_bytes=None, least_bytes=None) for s in samples], [
-            rows.contrast("decode", 256, ratio=None, low=None, high=None, detectable=None, verdict="unclear")]),
-        "not numbers": (run, [dataclasses.replace(s, elapsed_ns=math.nan, peak_bytes=math.inf) for s in samples], [
-            rows.contrast("decode", 256, ratio=math.nan, low=math.nan, high=math.nan, verdict="faster")]),
+        "nulls": (
+            run,
+            [dataclasses.replace(s, elapsed_ns=None, peak_bytes=None, least_bytes=None) for s in samples],
+            [rows.contrast("decode", 256, ratio=None, low=None, high=None, detectable=None, verdict="unclear")],
+        ),
+        "not numbers": (
+            run,
+            [dataclasses.replace(s, elapsed_ns=math.nan, peak_bytes=math.inf) for s in samples],
+            [rows.contrast("decode", 256, ratio=math.nan, low=math.nan, high=math.nan, verdict="faster")],
+        ),
         "no interval": (run, samples, [rows.contrast("decode", 256, low=None, high=None, low90=None, high90=None)]),
         "interval beside its ratio": (run, samples, [rows.contrast("decode", 256, low=1.5, high=1.6)]),
         "zero time": (run, [dataclasses.replace(s, elapsed_ns=0) for s in samples], []),
-        "nothing recorded": ([rows.run_row(machine={}, model={}, prompt={}, argv=[], git={}, conditions={}, config={})],
-                             samples, contrasts),
-        "null where lists belong": (run, [dataclasses.replace(s, flags=None, executed=None, check=None, extra=None)
-                                          for s in samples], contrasts),
-    }[name]  # fmt: skip
+        "nothing recorded": (
+            [rows.run_row(machine={}, model={}, prompt={}, argv=[], git={}, conditions={}, config={})],
+            samples,
+            contrasts,
+        ),
+        "null where lists belong": (
+            run,
+            [dataclasses.replace(s, flags=None, executed=None, check=None, extra=None) for s in samples],
+            contrasts,
+        ),
+    }[name]
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,10 @@ def test_groups_go_from_short_to_long_and_share_one_walk(tmp_path):
     made = job(tmp_path, [arm("a")], points([4096, 256, 32768, 16384], walk_from=16384))
     found = groups(made)
     assert [(group.straight, group.frontiers) for group in found] == [
-        (True, [256]), (True, [4096]), (False, [16384, 32768]),
-    ]  # fmt: skip
+        (True, [256]),
+        (True, [4096]),
+        (False, [16384, 32768]),
+    ]
     assert all(set(group.prefill) == set(group.decode) == set(group.frontiers) for group in found)
 
 

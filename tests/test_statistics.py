@@ -189,13 +189,20 @@ def windows(rates: dict[tuple[int, int, str], list[float]]) -> list[Window]:
 
 def test_blocks_are_grouped_by_session_and_broken_ones_left_out():
     found, dropped = block_log_ratios(
-        windows({
-            (1, 0, "a"): [2, 2], (1, 0, "b"): [1, 1],
-            (0, 1, "a"): [1, 1], (0, 1, "b"): [1],
-            (0, 0, "b"): [1, 1], (0, 0, "a"): [3, 3], (0, 0, "other"): [9],
-        }),
-        "a", "b",
-    )  # fmt: skip
+        windows(
+            {
+                (1, 0, "a"): [2, 2],
+                (1, 0, "b"): [1, 1],
+                (0, 1, "a"): [1, 1],
+                (0, 1, "b"): [1],
+                (0, 0, "b"): [1, 1],
+                (0, 0, "a"): [3, 3],
+                (0, 0, "other"): [9],
+            }
+        ),
+        "a",
+        "b",
+    )
     assert found == [[pytest.approx(math.log(3))], [pytest.approx(math.log(2))]]
     assert dropped == ["session 0 block 1: 2 windows of a, 1 of b"]
 
@@ -401,9 +408,15 @@ def test_gate_finds_three_percent_and_forgives_nothing():
 
 def sample(session, block, arm, elapsed, **other) -> dict:
     row = dict(
-        session=session, block=block, arm=arm, phase="decode", frontier=256, status="ok", work_tokens=10,
+        session=session,
+        block=block,
+        arm=arm,
+        phase="decode",
+        frontier=256,
+        status="ok",
+        work_tokens=10,
         elapsed_ns=elapsed,
-    )  # fmt: skip
+    )
     return row | other
 
 

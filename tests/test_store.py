@@ -130,9 +130,18 @@ def test_series_are_kept_beside_the_rows(tmp_path):
 
 def test_a_job_survives_its_file(tmp_path):
     job = Job(
-        str(tmp_path / "run"), "r", {"name": "m"}, {"kind": "text"}, [Arm("a", "stub")], [Contrast("c", "a", "a")],
-        [Point("p", "decode", 256, 2, skip={"a": "why"})], 1, 0, 60.0, 10.0,
-    )  # fmt: skip
+        str(tmp_path / "run"),
+        "r",
+        {"name": "m"},
+        {"kind": "text"},
+        [Arm("a", "stub")],
+        [Contrast("c", "a", "a")],
+        [Point("p", "decode", 256, 2, skip={"a": "why"})],
+        1,
+        0,
+        60.0,
+        10.0,
+    )
     path = write_job(job)
     assert read_job(path) == job
     path.write_text(path.read_text()[:-5])

@@ -72,8 +72,10 @@ def test_random_weights_are_checked_layer_by_layer_once_for_all_frontiers(synthe
     )
     made = guard(Point("p", "decode", 256, 1))
     assert {name: check["name"] for name, check in made.items()} == {
-        "full": "layers", "mlx_lm": "baseline", "full.again": "layers",
-    }  # fmt: skip
+        "full": "layers",
+        "mlx_lm": "baseline",
+        "full.again": "layers",
+    }
     assert all(check["passed"] for check in made.values()), made
     assert made["full"]["figures"]["rows"] == SMALL.steps
     assert made["full"]["figures"]["end_to_end_error"] < 1e-4

@@ -29,8 +29,15 @@ from engine.weights import Weights, matrices
 
 def test_tiny_keeps_every_real_head_size():
     tiny = tiny_config(8)
-    for name in ("head_dim", "partial_rotary_factor", "linear_key_head_dim", "linear_value_head_dim",
-                 "linear_conv_kernel_dim", "num_experts_per_tok", "full_attention_interval"):  # fmt: skip
+    for name in (
+        "head_dim",
+        "partial_rotary_factor",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+        "num_experts_per_tok",
+        "full_attention_interval",
+    ):
         assert getattr(tiny, name) == getattr(REAL, name), name
     assert tiny.num_attention_heads // tiny.num_key_value_heads == 8
     assert tiny.attention_layers == (3, 7)

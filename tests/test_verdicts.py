@@ -18,9 +18,14 @@ def estimate(low: float, high: float, unit: str = "session") -> Estimate:
     middle, half = math.log(low * high) / 2, math.log(high / low) / 2
     made = paired_ratio([[middle], [middle]])
     return dataclasses.replace(
-        made, low=low, high=high, low90=math.exp(middle - 0.9 * half), high90=math.exp(middle + 0.9 * half),
-        unit=unit, detectable=1.07,
-    )  # fmt: skip
+        made,
+        low=low,
+        high=high,
+        low90=math.exp(middle - 0.9 * half),
+        high90=math.exp(middle + 0.9 * half),
+        unit=unit,
+        detectable=1.07,
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,8 +75,9 @@ def test_a_guard_without_result_blocks_and_no_guard_is_said():
 
 def test_unsupported_keeps_its_reason():
     assert verdict(None, 0.01, None, "gated_delta=registers needs Metal") == (
-        "unsupported", "gated_delta=registers needs Metal",
-    )  # fmt: skip
+        "unsupported",
+        "gated_delta=registers needs Metal",
+    )
 
 
 def test_no_measurement_and_one_unit_are_unclear_with_the_reason():

@@ -259,9 +259,15 @@ def test_out_of_memory_skips_larger_frontiers_of_that_arm_and_the_rest_is_done(t
     assert [(r.arm, r.phase, r.frontier) for r in bench.rows(status="oom")] == [("b", "prefill", 2048)]
     skipped = bench.rows(status="skipped")
     assert {(r.arm, r.phase, r.frontier) for r in skipped} == {
-        ("b", phase, frontier) for phase, frontier in
-        [("decode", 2048), ("prefill", 4096), ("decode", 4096), ("prefill", 16384), ("decode", 16384)]
-    }  # fmt: skip
+        ("b", phase, frontier)
+        for phase, frontier in [
+            ("decode", 2048),
+            ("prefill", 4096),
+            ("decode", 4096),
+            ("prefill", 16384),
+            ("decode", 16384),
+        ]
+    }
     assert all("out of memory at 2048 tokens" in row.reason for row in skipped)
     assert len(bench.rows(arm="a")) == 3 * 2 * 4 + 2 + 4
 
@@ -353,9 +359,14 @@ def start(made) -> subprocess.Popen:
     path = write_job(made)
     code = f"import sys; from sweeps import run, store; sys.exit(run.run(store.read_job({str(path)!r})))"
     return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "XDG_RUNTIME_DIR": str(path.parent.parent)},
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(path.parent.parent)},
+    )
 
 
 def wait_for_rows(made, count: int, seconds: float = 60) -> None:

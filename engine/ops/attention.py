@@ -3,7 +3,8 @@
 Both take ``q [1, heads, rows, head_dim]``, ``keys`` and ``values [1, kv heads, n, head_dim]``, the score scale,
 and `position`. With `position` None the last new row sees all n keys and earlier rows see fewer (causal, lower
 right). With `position` an int32 array ``[1]`` (the cache position of the first new row, on the device) keys past
-each row's own are masked, so that one traced step serves every position below n. They return ``[1, heads, rows, head_dim]``.
+each row's own are masked, so that one traced step serves every position below n. They return
+``[1, heads, rows, head_dim]``.
 """
 
 from __future__ import annotations

@@ -49,9 +49,15 @@ class BoundOps:
     def all(self) -> tuple[BoundOp, ...]:
         """The bound ops in forward order."""
         return (
-            self.norm, self.linear, self.gated_delta, self.decode_attention, self.prefill_attention,
-            self.route, self.experts, self.head,
-        )  # fmt: skip
+            self.norm,
+            self.linear,
+            self.gated_delta,
+            self.decode_attention,
+            self.prefill_attention,
+            self.route,
+            self.experts,
+            self.head,
+        )
 
     def chosen(self) -> dict[str, str]:
         """``{op: variant}``, or ``decode | prefill`` variants where they differ."""

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -81,12 +81,20 @@ def _order(routing: Routing) -> mx.array:
 
 
 def _gather_packed(x: mx.array, w: Matrix, row: mx.array | None, ids: mx.array, sort: bool) -> mx.array:
-    if not w.packed:
+    if w.scales is None:
         return _gather_dense(x, w, row, ids, sort)
     return mx.gather_qmm(
-        x, w.weight, w.scales, w.biases, lhs_indices=row, rhs_indices=ids, transpose=True,
-        group_size=w.group_size, bits=w.bits, sorted_indices=sort,
-    )  # fmt: skip
+        x,
+        w.weight,
+        w.scales,
+        w.biases,
+        lhs_indices=row,
+        rhs_indices=ids,
+        transpose=True,
+        group_size=w.group_size,
+        bits=w.bits,
+        sorted_indices=sort,
+    )
 
 
 def _gather_dense(x: mx.array, w: Matrix, row: mx.array | None, ids: mx.array, sort: bool) -> mx.array:
@@ -195,9 +203,11 @@ EXPERTS = declare(
                 Variant("mlx", experts_mlx, "mx.gather_qmm on packed weights, rows sorted by expert"),
                 Variant("expanded", experts_expanded, "stacks expanded into arrays, then mx.gather_mm"),
                 Variant(
-                    "grouped", experts_grouped, "rows grouped on the host, one dense product per expert",
+                    "grouped",
+                    experts_grouped,
+                    "rows grouped on the host, one dense product per expert",
                     reads_host=True,
-                ),  # fmt: skip
+                ),
             )
         },
         cases=(

@@ -7,8 +7,9 @@ Arguments, ``T`` new rows:
     sizes ``(key heads, key dim, value heads, value dim)``.
 Returns ``(out [1, T, value_dim], new conv, new state)``.
 
-Per value head h, which reads key head ``h // (value heads / key heads)``, with ``g = exp(-exp(A_log) softplus(a + dt_bias))``
-and ``β = sigmoid(b)`` (Gated Delta Networks, Yang et al., arXiv:2412.06464):
+Per value head h, which reads key head ``h // (value heads / key heads)``, with
+``g = exp(-exp(A_log) softplus(a + dt_bias))`` and ``β = sigmoid(b)`` (Gated Delta Networks, Yang et al.,
+arXiv:2412.06464):
     ``S ← g S;  d = β (v - S k);  S ← S + d kᵀ;  o = S q``
 then ``RMSNorm(o) · silu(z)``. Queries and keys are l2-normalised with ε = 1e-6 on the sum of squares, queries scaled
 by ``key dim ** -0.5``. The state stays in float32: rounding it to 16 bits destroys long outputs.
@@ -61,7 +62,7 @@ def _last_rows(window: mx.array, qkv: mx.array, conv: mx.array) -> mx.array:
 
 
 def _split(mixed: mx.array, sizes: Sizes) -> tuple[mx.array, mx.array, mx.array]:
-    """Unit queries (scaled by ``key dim ** -0.5``) and keys ``[1, T, key heads, dk]``, values ``[1, T, value heads, dv]``.
+    """Unit queries (scaled by ``key dim ** -0.5``), keys ``[1, T, key heads, dk]``, values ``[1, T, value heads, dv]``.
 
     l2 normalisation with ε on the sum of squares is RMS normalisation with ε / dim, times ``dim ** -0.5``.
     """

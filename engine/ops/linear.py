@@ -16,7 +16,7 @@ def linear_reference(x: mx.array, w: Matrix) -> mx.array:
 
 def linear_mlx(x: mx.array, w: Matrix) -> mx.array:
     """MLX's packed product, or its dense one where the weight is dense."""
-    if not w.packed:
+    if w.scales is None:
         return x @ w.weight.astype(x.dtype).T
     return mx.quantized_matmul(x, w.weight, w.scales, w.biases, transpose=True, group_size=w.group_size, bits=w.bits)
 

@@ -29,7 +29,7 @@ def relative_rms(got: mx.array, want: mx.array) -> float:
         return float("inf")
     got, want = got.astype(mx.float32), want.astype(mx.float32)
     error = mx.sqrt(((got - want) ** 2).sum()) / mx.maximum(mx.sqrt((want**2).sum()), 1e-30)
-    value = error.item()
+    value = float(error.item())  # pyright: ignore[reportArgumentType]
     return value if value == value else float("inf")
 
 

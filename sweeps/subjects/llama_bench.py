@@ -26,10 +26,25 @@ REPETITIONS = 5
 
 _NEEDED = ("build_commit", "model_filename", "n_prompt", "n_gen", "n_depth", "samples_ns")
 _KEPT = (
-    "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size",
-    "model_n_params", "n_batch", "n_ubatch", "n_threads", "type_k", "type_v", "n_gpu_layers", "flash_attn",
-    "test_time", "n_depth",
-)  # fmt: skip
+    "build_commit",
+    "build_number",
+    "cpu_info",
+    "gpu_info",
+    "backends",
+    "model_filename",
+    "model_type",
+    "model_size",
+    "model_n_params",
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "type_k",
+    "type_v",
+    "n_gpu_layers",
+    "flash_attn",
+    "test_time",
+    "n_depth",
+)
 
 
 class LlamaBenchError(SubjectError):
