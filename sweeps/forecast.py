@@ -51,12 +51,25 @@ class Machine:
 
 # Peak memory bandwidth in GB/s and prefill TFLOP/s reached on this model, by Apple chip: only the size of things.
 _APPLE = {
-    "M1": (68, 1.3), "M1 Pro": (200, 2.6), "M1 Max": (400, 5.2), "M1 Ultra": (800, 10),
-    "M2": (100, 1.8), "M2 Pro": (200, 3.4), "M2 Max": (400, 6.8), "M2 Ultra": (800, 13),
-    "M3": (100, 1.8), "M3 Pro": (150, 3.3), "M3 Max": (400, 7), "M3 Ultra": (819, 14),
-    "M4": (120, 2.3), "M4 Pro": (273, 4.8), "M4 Max": (546, 9.5),
-    "M5": (153, 6), "M5 Pro": (307, 12), "M5 Max": (614, 23),
-}  # fmt: skip
+    "M1": (68, 1.3),
+    "M1 Pro": (200, 2.6),
+    "M1 Max": (400, 5.2),
+    "M1 Ultra": (800, 10),
+    "M2": (100, 1.8),
+    "M2 Pro": (200, 3.4),
+    "M2 Max": (400, 6.8),
+    "M2 Ultra": (800, 13),
+    "M3": (100, 1.8),
+    "M3 Pro": (150, 3.3),
+    "M3 Max": (400, 7),
+    "M3 Ultra": (819, 14),
+    "M4": (120, 2.3),
+    "M4 Pro": (273, 4.8),
+    "M4 Max": (546, 9.5),
+    "M5": (153, 6),
+    "M5 Pro": (307, 12),
+    "M5 Max": (614, 23),
+}
 # Decode reaches about this share of the peak bandwidth; the rest is the fixed cost of a step.
 _APPLE_SHARE = 0.7
 
@@ -144,10 +157,8 @@ def active_flops(config: ModelConfig) -> float:
     wide = c.num_experts_per_tok * c.moe_intermediate_size + c.shared_expert_intermediate_size
     moe = 3 * hidden * wide + hidden * c.num_experts
     return 2 * (
-        len(c.linear_layers) * (gated + recurrence)
-        + len(c.attention_layers) * attention
-        + c.num_hidden_layers * moe
-    )  # fmt: skip
+        len(c.linear_layers) * (gated + recurrence) + len(c.attention_layers) * attention + c.num_hidden_layers * moe
+    )
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:

@@ -210,6 +210,16 @@ def _record_missing(job: Job, session: int, reason: str, attempt: str) -> None:
 
 def _row(job: Job, session: int, point: Point, arm: Arm, reason: str, block: int, slot: int) -> SampleRow:
     return SampleRow(
-        run_id=job.run_id, session=session, point=point.key, arm=arm.name, arm_hash=arm.hash, subject=arm.subject,
-        phase=point.phase, frontier=point.frontier, block=block, slot=slot, status="error", reason=reason,
-    )  # fmt: skip
+        run_id=job.run_id,
+        session=session,
+        point=point.key,
+        arm=arm.name,
+        arm_hash=arm.hash,
+        subject=arm.subject,
+        phase=point.phase,
+        frontier=point.frontier,
+        block=block,
+        slot=slot,
+        status="error",
+        reason=reason,
+    )

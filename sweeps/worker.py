@@ -248,10 +248,19 @@ def _absent(store: Store, job: Job, session: int, absent: Mapping[str, tuple[Sta
 
 def _whole_point(job: Job, session: int, point: Point, arm: Arm, status: Status, reason: str) -> SampleRow:
     return SampleRow(
-        run_id=job.run_id, session=session, point=point.key, arm=arm.name, arm_hash=arm.hash, subject=arm.subject,
-        phase=point.phase, frontier=point.frontier, block=-1, slot=-1, status=status,
+        run_id=job.run_id,
+        session=session,
+        point=point.key,
+        arm=arm.name,
+        arm_hash=arm.hash,
+        subject=arm.subject,
+        phase=point.phase,
+        frontier=point.frontier,
+        block=-1,
+        slot=-1,
+        status=status,
         reason=point.skip.get(arm.name, reason),
-    )  # fmt: skip
+    )
 
 
 def _llama_bench(store: Store, job: Job, session: int) -> bool:
