@@ -7,6 +7,7 @@ from typing import Any
 
 from ablations.statistics import Estimate, StatisticsError, Window, aa_margin, block_log_ratios, paired_ratio
 from ablations.verdicts import verdict
+from sweeps import calibration
 from sweeps.points import Contrast, Job, Point
 from sweeps.rows import ContrastRow, SampleRow, tokens_per_second
 from sweeps.store import RETRY
@@ -15,22 +16,32 @@ MOST_MARGIN = 0.10
 """Above this margin, which the A/A arms set, no two arms are called the same: the run cannot tell."""
 
 
-def contrast_rows(job: Job, samples: Sequence[SampleRow]) -> list[ContrastRow]:
-    """Every contrast of the job at every point, with the margin that its A/A arm sets there."""
+def contrast_rows(
+    job: Job, samples: Sequence[SampleRow], earlier: Sequence[calibration.Earlier] = ()
+) -> list[ContrastRow]:
+    """Every contrast of the job at every point, with the margin that its A/A arm sets there.
+
+    Args:
+        earlier: runs on this machine whose A/A arms count too, where their points are alike.
+    """
     again = {arm.name for arm in job.arms if arm.aa}
     rows = []
     for point in job.points:
         here = [row for row in samples if row.point == point.key]
-        margin = _margin(job, here, again)
+        margin = _margin(job, point, here, again, earlier)
         rows += [_answer(job, contrast, point, here, margin) for contrast in job.contrasts]
     return rows
 
 
-def _margin(job: Job, here: Sequence[SampleRow], again: set[str]) -> float:
-    """The widest margin that the A/A contrasts at this point ask for."""
+def _margin(
+    job: Job, point: Point, here: Sequence[SampleRow], again: set[str], earlier: Sequence[calibration.Earlier]
+) -> float:
+    """The widest margin that the A/A contrasts at this point ask for, with those of earlier runs beside them."""
     pairs = [contrast for contrast in job.contrasts if contrast.arm in again]
     estimates = [_estimate(contrast, here, 0.0)[0] for contrast in pairs]
-    return max([aa_margin(estimate) for estimate in estimates] or [aa_margin(None)])
+    blocks = len({row.block for row in here if row.block >= 0 and row.status == "ok"})
+    known = calibration.ratios(earlier, job, point, blocks)
+    return max([aa_margin(estimate, known) for estimate in estimates] or [aa_margin(None, known)])
 
 
 def _estimate(contrast: Contrast, here: Sequence[SampleRow], margin: float) -> tuple[Estimate | None, str | None]:

@@ -167,6 +167,34 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     return tokens * (active_flops(config) + scores * tokens)
 
 
+def least_work(
+    config: ModelConfig, phase: str, frontier: int, tokens: int = 0, itemsize: int = 2, weights: int | None = None
+) -> tuple[int, int]:
+    """Bytes that one window must at least move and operations it must at least do, whatever the arm.
+
+    A decode step reads the weights of one token and the keys and values of `frontier` positions, and reads and writes
+    the recurrent state. A prefill reads each weight that its tokens use once, however it is cut into chunks, and writes
+    its keys, values and state once. Which experts those are is taken from even routing.
+
+    Args:
+        phase: ``"prefill"`` of `frontier` tokens, or ``"decode"`` of `tokens` steps from there.
+        itemsize: bytes of an activation. weights: bytes of the checkpoint where known; scales the packed part.
+    """
+    c, state = config, config.state_bytes(itemsize)
+    head = 2 * c.vocab_size * c.hidden_size
+    read = token_bytes(c, weights, itemsize)
+    cached = c.cache_bytes_per_token(itemsize) * frontier
+    if phase == "decode":
+        scores = 4 * c.num_attention_heads * c.head_dim * len(c.attention_layers) * frontier
+        return tokens * (read + 2 * state + cached), int(tokens * (active_flops(c) + scores + head))
+    others = c.num_experts - c.num_experts_per_tok
+    met = others * (1 - (1 - c.num_experts_per_tok / c.num_experts) ** max(frontier - 1, 0))
+    expert = packed_bytes(3 * c.hidden_size * c.moe_intermediate_size, 4, itemsize)
+    scale = weights / weight_bytes(c, itemsize=itemsize) if weights else 1.0
+    experts = int(c.num_hidden_layers * met * expert * scale)
+    return read + experts + cached + state, int(prefill_flops(c, frontier) + head)
+
+
 # -- memory ------------------------------------------------------------------------------------------
 
 

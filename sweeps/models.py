@@ -93,7 +93,7 @@ def _embedded(group: dict[str, Any]) -> Model:
 
     folder = Path(engine.__file__).parent / "tiny" / "checkpoint"
     if (folder / "config.json").is_file():
-        return _folder(folder, group["name"])
+        return read(folder, group["name"])
     from engine.synthetic import tiny_config
 
     config = tiny_config(max_position_embeddings=262_144)
@@ -112,7 +112,7 @@ def _custom(reference: str, request: Request) -> Model:
     launch = request.launch
     folder = resolve(reference, launch)
     if (folder / "config.json").is_file():
-        return _folder(folder, folder.name)
+        return read(folder, folder.name)
     if folder.is_dir():
         raise UsageError(f"model folder {folder} has no config.json: give the one with it and *.safetensors files")
     named = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", reference)
@@ -130,8 +130,8 @@ def _custom(reference: str, request: Request) -> Model:
     )
 
 
-def _folder(folder: Path, name: str, repo: str | None = None, revision: str | None = None) -> Model:
-    """A checkpoint on disk, checked by its headers.
+def read(folder: Path, name: str, repo: str | None = None, revision: str | None = None) -> Model:
+    """A checkpoint on disk, or the list of its tensors (``.json.gz``), checked by its headers.
 
     Raises:
         UsageError: what is wrong with it, naming file and tensor.
@@ -159,7 +159,7 @@ def _hub(name: str, repo: str, revision: str | None, fetch: bool, word: str, fol
     if found is None and fetch:
         found = hub.fetch(repo, revision)
     if found is not None:
-        return _folder(Path(found), name, repo, revision)
+        return read(Path(found), name, repo, revision)
     also = f", and there is no folder {folder}" if folder else ""
     missing = f"{repo} is not on this machine{also}: fetch it with  python -m sweeps {word} fetch=true"
     return Model(name, "checkpoint", ModelConfig(), repo=repo, revision=revision, missing=missing)

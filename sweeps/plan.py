@@ -24,6 +24,7 @@ from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
 from sweeps.guard import Scope
 from sweeps.models import REAL_COMMAND, Model
 from sweeps.points import Arm, Contrast, Job, Point
+from sweeps.session import warm_seconds
 from sweeps.store import RETRY, Store
 
 STRAIGHT_CHUNKS = 4
@@ -333,7 +334,7 @@ class _Planner:
             fill = min(fill, self.request.cap_seconds)
             if point.phase == "prefill":
                 # On the walk an arm prefills once a block and is warmed on its first chunks only.
-                warm = WARM_ROUNDS if point.straight else 0
+                warm = min(WARM_ROUNDS, 1 + self._warm_seconds // fill) if point.straight else 0
                 each += fill * (warm + (2 if point.straight else 1) * point.blocks)
                 continue
             step = self.forecast.decode(arm.name, point.frontier, 1)
@@ -342,6 +343,10 @@ class _Planner:
             # The prefill of the same frontier serves as the cache, unless arms take turns or none is measured.
             each += fill if self.serial or "prefill" not in self.request.phases else 0.0
         return each + POINT_SECONDS + BLOCK_SECONDS * point.blocks
+
+    @property
+    def _warm_seconds(self) -> float:
+        return warm_seconds(self.request.budget_seconds / self.request.sessions)
 
     def walk_discount(self, points: list[Point]) -> float:
         """What `seconds` counts too often: on the walk a longer prompt contains the shorter ones."""

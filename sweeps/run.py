@@ -13,7 +13,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from sweeps import environment
+from sweeps import calibration, environment
 from sweeps.clock import Clock, SystemClock
 from sweeps.contrasts import contrast_rows
 from sweeps.ledger import CRASH, Ledger
@@ -65,7 +65,7 @@ def run(job: Job) -> int:
         return 2
     store = Store(job.run_dir)
     tables = store.read()
-    for row in contrast_rows(job, tables.samples):
+    for row in contrast_rows(job, tables.samples, calibration.beside(job)):
         if row not in tables.contrasts:
             store.append(row)
     failed = [row for row in tables.samples if row.status in FAILURES]

@@ -20,7 +20,7 @@ from typing import Any
 
 import engine  # noqa: F401  (chooses the BLAS before MLX loads)
 from engine.config import ModelConfig
-from sweeps import environment, sentinel, subjects
+from sweeps import ceilings, environment, sentinel, subjects
 from sweeps.clock import Clock, SystemClock
 from sweeps.guard import PointGuard
 from sweeps.points import Arm, Job, Point
@@ -77,6 +77,8 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
     made, absent = build(job, shared)
     prompts = _prompts(job, shared)
     row = _run_row(job, session, shared, made, prompts)
+    if shared is not None:
+        row.machine |= ceilings.measure(str(row.machine.get("device_kind")), clock)
     store.append(row)
     for torn in store.read().torn:
         print(f"{torn}: the last line was cut off; it is set aside and its window runs again", file=sys.stderr)
@@ -221,16 +223,10 @@ def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | N
 
     config: ModelConfig = shared.config
     itemsize = shared.dtype.size
-    weights = forecast.token_bytes(config, job.model.get("weights_bytes"), itemsize)
+    weights = job.model.get("weights_bytes")
 
     def least(point: Point) -> tuple[int | None, int | None]:
-        if point.phase == "prefill":
-            return None, int(forecast.prefill_flops(config, point.frontier))
-        step = weights + 2 * config.state_bytes(itemsize) + config.cache_bytes_per_token(itemsize) * point.frontier
-        scores = 4 * config.num_attention_heads * config.head_dim * len(config.attention_layers) * point.frontier
-        head = 2 * config.vocab_size * config.hidden_size
-        flops = forecast.active_flops(config) + scores + head
-        return point.decode_tokens * step, int(point.decode_tokens * flops)
+        return forecast.least_work(config, point.phase, point.frontier, point.decode_tokens, itemsize, weights)
 
     return least
 

@@ -5,8 +5,22 @@ from __future__ import annotations
 import pytest
 
 from engine.config import ModelConfig
+from engine.memory import packed_bytes
+from sweeps import ceilings
 from sweeps import probe as probing
-from sweeps.forecast import Forecast, Probe, apple, cpu, cuda, largest_frontier, memory, this_machine, token_bytes
+from sweeps.clock import SystemClock
+from sweeps.forecast import (
+    Forecast,
+    Probe,
+    apple,
+    cpu,
+    cuda,
+    largest_frontier,
+    least_work,
+    memory,
+    this_machine,
+    token_bytes,
+)
 from sweeps.points import FRONTIERS, Arm, Job, Point
 
 REAL = ModelConfig()
@@ -14,6 +28,30 @@ REAL = ModelConfig()
 
 def test_decode_reads_what_the_byte_count_of_the_architecture_says():
     assert token_bytes(REAL) == pytest.approx(1_669_563_648, rel=1e-4)
+
+
+def test_least_work_of_a_decode_window():
+    moved, done = least_work(REAL, "decode", 4096, 64)
+    step = 1_669_563_648 + 2 * REAL.state_bytes() + 20_480 * 4096
+    assert moved == pytest.approx(64 * step, rel=1e-4)
+    assert done / 64 == pytest.approx(2 * 3e9, rel=0.15)  # three billion active parameters
+
+
+def test_least_work_of_a_prefill_reads_the_weights_once_at_any_length():
+    short, long = (least_work(REAL, "prefill", n) for n in (256, 131_072))
+    # All but the embedding; at 256 tokens even routing has met nearly every expert.
+    every = 19_508_789_376 - packed_bytes(REAL.vocab_size * REAL.hidden_size, 4, 2)
+    assert short[0] == pytest.approx(every, rel=0.01)
+    assert long[0] == pytest.approx(every + 20_480 * 131_072, rel=0.01)
+    assert least_work(REAL, "prefill", 1)[0] == pytest.approx(least_work(REAL, "decode", 1, 1)[0], rel=0.05)
+    assert long[1] > 512 * short[1]
+
+
+def test_ceilings_of_this_cpu_are_plausible():
+    made = ceilings.measure("cpu", SystemClock())
+    assert 1e8 < made["bandwidth_bytes_per_second"] < 1e12
+    assert 1e8 < made["flops_per_second"] < 1e14
+    assert ceilings.measure("stub", SystemClock()) == {}
 
 
 def test_weights_of_another_packing_scale_the_bytes_of_a_token():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from ablations.arms import ArmError
 from engine.config import ModelConfig
 from sweeps import compose, plan, preview
 from sweeps.forecast import Probe, apple, cpu
-from sweeps.models import Model
+from sweeps.models import Model, read
 from sweeps.plan import PlanError
 
 REAL = Model("real", "checkpoint", ModelConfig(), path="/weights", weights_bytes=19_508_789_376, weights_hash="w")
@@ -34,6 +35,7 @@ TINY = Model(
 )
 MAC = apple("M4 Max", 128)
 CPU = cpu("cpu", 8 << 30)
+INVENTORY = Path(__file__).parent / "data" / "qwen3.6-35b-a3b-4bit.json.gz"
 
 
 def made(*words, model=REAL, machine=MAC, probe=None, launch=None):
@@ -274,3 +276,24 @@ def test_a_slow_arm_gives_up_long_prefills_before_a_frontier_is_lost():
     skipped = {p.frontier for p in points if "mlx_lm" in p.skip}
     assert 2048 in skipped and 256 not in skipped
     assert not any(p.skip for p in points if p.phase == "decode")
+
+
+@pytest.mark.parametrize(
+    ("chip", "memory_gb", "largest"),
+    [("M4", 24, 0), ("M4", 32, 16_384), ("M4 Pro", 48, 131_072), ("M4 Max", 64, 131_072), ("M4 Max", 128, 131_072)],
+)
+def test_the_published_tensor_list_plans_on_every_size_of_mac(chip, memory_gb, largest):
+    model = read(INVENTORY, "qwen3.6-35b")
+    assert model.weights_bytes == 19_508_787_456 and not model.synthetic
+    machine = apple(chip, memory_gb)
+    planned = made("sweep=ten", "budget=1000h", "cap=100h", model=model, machine=machine)
+    assert max((row.frontier for row in planned.rows if not row.skip), default=0) == largest
+    for row in planned.rows:
+        live = 1 if planned.job.settings["arms"] == "serial" else 3
+        assert row.memory.weights == model.weights_bytes
+        assert row.memory.caches == live * (20_480 * row.frontier + model.config.state_bytes())
+        assert bool(row.skip) == (row.memory.weights + row.memory.caches // live + row.memory.scratch
+                                  > machine.working_set_bytes)  # fmt: skip
+    if largest == 0:
+        with pytest.raises(PlanError, match="working set"):
+            planned.require_work()

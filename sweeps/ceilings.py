@@ -1,0 +1,70 @@
+"""What the device can do at best, measured for a moment in each session, so that a rate has something to be held against.
+
+A copy gives the memory bandwidth and a square product the arithmetic. They are what a program like this one can
+reach, a little under what the maker states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sweeps.clock import Clock, WindowVoid, timed
+
+REPEATS = 5
+
+_COPY_ITEMS = {"cpu": 1 << 24, "metal": 1 << 26, "cuda": 1 << 28}
+"""float32 items of the copied array, far beyond any cache: 64 MB, 256 MB, 1 GB."""
+
+_SIZE = {"cpu": 1024, "metal": 4096, "cuda": 8192}
+"""Rows of the square matrices."""
+
+
+def measure(kind: str, clock: Clock) -> dict[str, float]:
+    """Best of a few repeats of a copy and of a product on MLX's default device; well under a second in all.
+
+    Args:
+        kind: ``"cpu"`` (float32 product), ``"metal"`` or ``"cuda"`` (bfloat16).
+
+    Returns:
+        ``bandwidth_bytes_per_second`` (bytes read and written) and ``flops_per_second``; empty for another kind.
+    """
+    if kind not in _SIZE:
+        return {}
+    import mlx.core as mx
+
+    items, size = _COPY_ITEMS[kind], _SIZE[kind]
+    matrix = mx.random.normal((size, size), key=mx.random.key(0)).astype(mx.float32 if kind == "cpu" else mx.bfloat16)
+    mx.eval(matrix)
+    copied = _best(clock, _copy(kind, items), mx.synchronize)
+    multiplied = _best(clock, lambda: mx.eval(matrix @ matrix), mx.synchronize)
+    made = {"bandwidth_bytes_per_second": (2 * 4 * items, copied), "flops_per_second": (2 * size**3, multiplied)}
+    mx.clear_cache()
+    return {name: amount / (best / 1e9) for name, (amount, best) in made.items() if best}
+
+
+def _copy(kind: str, items: int) -> Callable[[], Any]:
+    """Work that reads and writes an array of float32 once."""
+    if kind == "cpu":
+        import numpy as np
+
+        # MLX's own copy on a CPU takes fresh pages each time, which is what that would measure.
+        held, target = np.zeros(items, np.float32), np.ones(items, np.float32)
+        held[:] = 1.0
+        return lambda: np.copyto(target, held)
+    import mlx.core as mx
+
+    source = mx.ones((items,), mx.float32)
+    mx.eval(source)
+    return lambda: mx.eval(source + 1.0)
+
+
+def _best(clock: Clock, work: Callable[[], Any], drain: Callable[[], None]) -> int:
+    """The shortest of a few drained windows in ns, after one that warms up; 0 if the clock voided them all."""
+    times = []
+    for _ in range(1 + REPEATS):
+        try:
+            times.append(timed(clock, work, drain).elapsed_ns)
+        except WindowVoid:
+            continue
+    return min(times[1:], default=0)
