@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reports.facts import bandwidth, chip_name, finite, model_name, signature, version
+from reports.facts import bandwidth, chip_name, finite, model_name, peak_flops, signature, version
 from reports.load import Rows
 from sweeps.rows import ContrastRow, Phase, RunRow, SampleRow, tokens_per_second
 
@@ -24,7 +24,7 @@ class Cell:
 
     low, high: 10th and 90th percentile over windows. session_medians: median rate of each session.
     bytes_per_second, flops_per_second: least bytes and least arithmetic over time, median. bandwidth: of the device,
-    bytes a second. gap: None, or why there is no number; `reason` then says more. partial: what
+    bytes a second. peak_flops: its arithmetic on one large product. gap: None, or why there is no number; `reason` then says more. partial: what
     befell some of its windows, while others count.
     """
 
@@ -46,6 +46,7 @@ class Cell:
     bytes_per_second: float | None = None
     flops_per_second: float | None = None
     bandwidth: float | None = None
+    peak_flops: float | None = None
     flags: dict[str, int] = field(default_factory=dict)
     gap: GapKind | None = None
     reason: str = ""
@@ -158,7 +159,7 @@ def study(rows: Rows) -> Study:
     frontiers: dict[Phase, list[int]] = {
         phase: sorted({f for _, p, f in (*groups, *planned) if p == phase}) for phase in PHASES
     }
-    limits = {run.run_id: bandwidth(run) for run in rows.runs}
+    limits = {run.run_id: (bandwidth(run), peak_flops(run)) for run in rows.runs}
     blocked = {(r.arm, r.phase, r.frontier): r.reason for r in results if r.verdict == "blocked"}
     cells: dict[tuple[str, Phase, int], Cell] = {}
     for arm in arms:
@@ -252,7 +253,7 @@ def _cell(
     subject: str,
     rows: list[SampleRow],
     planned_skip: str,
-    limits: dict[str, float | None],
+    limits: dict[str, tuple[float | None, float | None]],
 ) -> Cell:
     arm, phase, frontier = key
     cell = Cell(arm, subject, phase, frontier)
@@ -280,7 +281,7 @@ def _cell(
     cell.footprint_bytes = _largest(row.footprint_bytes for row in used)
     cell.bytes_per_second = _median(_per_second(row.least_bytes, row) for row in used)
     cell.flops_per_second = _median(_per_second(row.least_flops, row) for row in used)
-    cell.bandwidth = limits.get(used[0].run_id)
+    cell.bandwidth, cell.peak_flops = limits.get(used[0].run_id, (None, None))
     if any(_failed(row.check) for row in used):
         _block(cell, next(str(row.reason or "the quality guard failed") for row in used if _failed(row.check)))
     elif bad:

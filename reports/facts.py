@@ -70,6 +70,12 @@ def bandwidth(run: RunRow) -> float | None:
     return None
 
 
+def peak_flops(run: RunRow) -> float | None:
+    """Arithmetic that the device reached on one large product, in operations a second, or None if not measured."""
+    value = finite(lookup(run.machine, ("flops_per_second",)))
+    return value if value and value > 0 else None
+
+
 def model_name(run: RunRow) -> str:
     """The model as it was asked for."""
     return str(lookup(run.model, ("name", "alias", "id", "repo", "path")) or NOT_RECORDED)

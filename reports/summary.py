@@ -166,9 +166,12 @@ def _compute_limit(line: Sequence[Cell]) -> str:
     if not known:
         return "not measured: the rows hold no least arithmetic for it"
     best, at = max(known)
-    return (
-        f"{text.number(best / 1e12)} TFLOP/s of least arithmetic at {text.tokens(at)}; peak of the device not measured"
-    )
+    reached = f"{text.number(best / 1e12)} TFLOP/s of least arithmetic at {text.tokens(at)}"
+    shares = [c.flops_per_second / c.peak_flops for c in line if c.flops_per_second and c.peak_flops]
+    if not shares:
+        return f"{reached}; peak of the device not measured"
+    low, high = text.percent(min(shares)), text.percent(max(shares))
+    return f"{low if low == high else f'{low} to {high}'} of one large product's arithmetic; {reached}"
 
 
 def noise(study: Study) -> str:

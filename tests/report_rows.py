@@ -20,6 +20,7 @@ MAC = {
     "memory": 128 * GIB,
     "os": "macOS 27.0",
     "bandwidth_bytes_per_second": 614e9,
+    "flops_per_second": 40e12,
     "versions": {"python": "3.11.9", "mlx": "0.32.4", "mlx_lm": "0.32.2"},
 }
 H200 = {

@@ -98,6 +98,7 @@ def test_first_screen_answers(built: Path) -> None:
     assert "2 sessions, each a fresh process" in first
     assert "quality guard passed" in first
     assert "of the memory bandwidth" in first
+    assert "of one large product's arithmetic" in first
     for fact in ("Apple M9 Max", "Qwen3.6-35B-A3B-4bit", "mlx 0.32.4", "mlx-lm 0.32.2", "2026-11-30"):
         assert fact in first
 
@@ -128,7 +129,7 @@ def test_gaps_are_visible_with_their_reason(built: Path) -> None:
     source = html.unescape(built.read_text(encoding="utf-8"))
     assert "mlx_lm at 64K: out of memory – device out of memory at chunk 29 of 32" in source
     assert "mlx_lm at 128K: skipped – out of memory at 64K already" in source
-    with (built.parent / "tables/gaps.csv").open(newline="") as file:
+    with (built.parent / "tables/gaps.csv").open(newline="", encoding="utf-8") as file:
         assert [(r["arm"], r["frontier"], r["kind"]) for r in csv.DictReader(file)] == [
             ("mlx_lm", "65536", "oom"),
             ("mlx_lm", "131072", "skipped"),
@@ -140,7 +141,7 @@ def test_tables_hold_the_numbers_of_the_rows(built: Path) -> None:
     samples = [s for s in rows.realistic()[1] if (s.arm, s.phase, s.frontier) == ("full", "decode", 256)]
     rates = sorted(63 / (s.elapsed_ns / 1e9) for s in samples if s.block >= 0)
     middle = (rates[len(rates) // 2 - 1] + rates[len(rates) // 2]) / 2
-    lines = (built.parent / "tables/points.jsonl").read_text().splitlines()
+    lines = (built.parent / "tables/points.jsonl").read_text(encoding="utf-8").splitlines()
     found = [r for r in map(json.loads, lines) if (r["arm"], r["phase"], r["frontier"]) == ("full", "decode", 256)]
     assert len(found) == 1 and found[0]["windows"] == len(rates) == 8
     assert found[0]["median"] == pytest.approx(middle, rel=1e-12)
@@ -298,7 +299,7 @@ def test_executed_other_than_requested_is_marked(tmp_path: Path) -> None:
     job = {"run_id": "r1", "arms": arms, "points": []}
     folder = rows.write_run(tmp_path / "r", *one_point(), job=job)
     build([folder])
-    with (folder / "tables/executed.csv").open(newline="") as file:
+    with (folder / "tables/executed.csv").open(newline="", encoding="utf-8") as file:
         found = {(r["arm"], r["op"]): r["agrees"] for r in csv.DictReader(file)}
     assert found["full", "experts"] == "NO" and found["full", "gated_delta"] == "yes"
 
@@ -391,7 +392,7 @@ def test_odd_rows_give_a_readable_report(tmp_path: Path, name: str, words: str) 
     visible = re.sub(r"<[^>]*>", " ", source)
     assert not re.search(r"\b(nan|inf|None)\b", visible), name
     for file in folder.glob("tables/*.jsonl"):
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in {name}"))
 
 
@@ -417,7 +418,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in source and "$x_2$" in source
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     assert "<script>" not in markdown.replace("\\<script\\>", "")
-    with (folder / "tables/points.csv").open(newline="") as file:
+    with (folder / "tables/points.csv").open(newline="", encoding="utf-8") as file:
         assert HOSTILE in {r["arm"] for r in csv.DictReader(file)}
 
 
@@ -433,6 +434,8 @@ def test_numbers_ignore_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """With a locale whose decimal sign is a comma the report does not change."""
     folder = rows.write_run(tmp_path / "r", *one_point())
     before = page(folder)
+    # Asked for, not "C": what a process starts with decides how it reads files from here on.
+    own = locale.setlocale(locale.LC_ALL)
     german = next((name for name in ("de_DE.UTF-8", "de_DE.utf8", "de_DE") if _can_set(name)), None)
     if german is None:
         # No German locale on this machine: stand in for what one would answer.
@@ -442,7 +445,7 @@ def test_numbers_ignore_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     try:
         assert page(folder) == before
     finally:
-        locale.setlocale(locale.LC_ALL, "C")
+        locale.setlocale(locale.LC_ALL, own)
     assert text.number(1234.5) == "1,234" or text.number(1234.5) == "1,235"
 
 
@@ -480,21 +483,21 @@ def test_missing_and_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_broken_row_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = rows.write_run(tmp_path / "r", *one_point())
-    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
-    (folder / "samples.jsonl").write_text("".join([lines[0], "{broken\n", *lines[1:]]))
+    lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "samples.jsonl").write_text("".join([lines[0], "{broken\n", *lines[1:]]), encoding="utf-8")
     assert "samples.jsonl:2" in failing(capsys, "build", str(folder))
 
 
 def test_torn_last_line_is_said(tmp_path: Path) -> None:
     folder = rows.write_run(tmp_path / "r", *one_point())
-    with (folder / "samples.jsonl").open("a") as file:
+    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"run_id": "r1", "sess')
     assert "samples.jsonl: its last line was left unfinished" in page(folder)
 
 
 def test_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = rows.write_run(tmp_path / "r", *one_point())
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     assert "--output" in failing(capsys, "build", str(folder), "--output", str(tmp_path / "file"))
 
 
@@ -561,7 +564,9 @@ def test_compare_finds_the_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["compare", str(a), str(b)]) == 0
     made = Path(capsys.readouterr().out.splitlines()[-1])
     outline(made.read_text(encoding="utf-8"))
-    found = {r["arm"]: r for r in map(json.loads, (made.parent / "compare.jsonl").read_text().splitlines())}
+    found = {
+        r["arm"]: r for r in map(json.loads, (made.parent / "compare.jsonl").read_text(encoding="utf-8").splitlines())
+    }
     assert found["full"]["ratio"] == pytest.approx(0.8, rel=0.005)
     assert found["full"]["low"] < 0.8 < found["full"]["high"]
     assert found["mlx_lm"]["ratio"] == pytest.approx(1.0, rel=0.005)
