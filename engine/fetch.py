@@ -146,7 +146,7 @@ def cached(model: str | None = None, revision: str | None = None) -> Path | None
     store = _store(model)
     named = store / "refs" / revision
     if named.is_file():
-        revision = named.read_text().strip()
+        revision = named.read_text(encoding="utf-8").strip()
     for folder in sorted(store.glob("snapshots/*")):
         exact = folder.name == revision or (len(revision) >= 7 and folder.name.startswith(revision))
         if exact and (folder / "tokenizer.json").is_file():
@@ -189,7 +189,7 @@ def _fetch_model(model: str, revision: str) -> Path:
         # A branch or tag: kept as the client keeps it, so that the copy is found by that name offline.
         ref = store / "refs" / revision
         ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(commit)
+        ref.write_text(commit, encoding="utf-8")
     return folder
 
 

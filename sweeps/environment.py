@@ -292,7 +292,7 @@ def _chip() -> str:
     if sys.platform == "darwin":
         return (_sysctl("machdep.cpu.brand_string") or platform.processor()).strip()
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -306,7 +306,7 @@ def _paravirtual(device_name: str) -> bool:
 
 def _mapped_files() -> list[str]:
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     return sorted({line.split(maxsplit=5)[5] for line in lines if "/" in line})

@@ -35,7 +35,7 @@ def device_lock(
     clock = clock or SystemClock()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"lilybench-{device}.lock"
-    with path.open("a+") as file:
+    with path.open("a+", encoding="utf-8") as file:
         while not _try(file):
             if not wait:
                 raise DeviceBusy(_busy(file, device))

@@ -77,7 +77,8 @@ class Plan:
     Attributes:
         rows: one per frontier, rising. seconds: forecast of the whole run. dropped: replicates given up for the budget.
         notes: decisions worth reading (serial arms, a walk, a forecast without probe).
-        expanded: arm name to the engine fields its toggles set.
+        expanded: arm name to the engine fields its toggles set. start_seconds: from spawning a process to its weights
+            being ready.
     """
 
     job: Job
@@ -89,6 +90,16 @@ class Plan:
     dropped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     expanded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    start_seconds: float = 0.0
+
+    @property
+    def parts(self) -> int:
+        """How often the command is to be given; each time loads the weights again."""
+        part = self.job.settings.get("part_seconds")
+        if not part:
+            return 1
+        useful = max(part - self.start_seconds, 0.1 * part)
+        return max(1, math.ceil((self.seconds - self.job.sessions * self.start_seconds) / useful))
 
     def require_work(self) -> None:
         """Raise `PlanError` with the first reason if no arm can run at any point."""
@@ -137,7 +148,7 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
     notes = [*plan.notes, *([] if probe else ["times come from the geometry; they sharpen once the model is here"])]
     expanded = {arm.name: _expanded(arm, request.engine) for arm in arms if arm.toggles and not arm.aa}
     rows = plan.rows(points)
-    return Plan(job, rows, plan.total(points), machine, model, probe is not None, dropped, notes, expanded)
+    return Plan(job, rows, plan.total(points), machine, model, probe is not None, dropped, notes, expanded, forecast.start())
 
 
 def _expanded(arm: Arm, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -503,6 +514,7 @@ def _settings(
         "wait": request.wait,
         "check": request.check,
         "allow": request.allow,
+        "part_seconds": request.part_seconds,
         "dropped": dropped,
         "forecast_seconds": round(plan.total(points), 1),
         "walk_check": 16_384 if 16_384 in walk else (walk[0] if walk else None),
@@ -514,7 +526,7 @@ def _settings(
 def _identity(request: Request) -> dict[str, Any]:
     """What makes two requests the same run: everything but where it lands and how it is shown."""
     values = dict(request.config)
-    for key in ("run_dir", "dry_run", "fetch", "budget", "allow", "suite", "wait", "probe"):
+    for key in ("run_dir", "dry_run", "fetch", "budget", "allow", "suite", "wait", "probe", "part"):
         values.pop(key, None)
     return values
 
@@ -525,7 +537,7 @@ def _run_folder(request: Request, model: Model, config_hash: str) -> tuple[Path,
         return request.run_dir, request.run_dir.name
     runs = request.launch / "reports" / "runs"
     for path in sorted(runs.glob(f"*-{config_hash[:6]}*/job.json"), reverse=True):
-        if _same(path, config_hash) and not finished(load_job(path)):
+        if _same(path, config_hash) and not finished(dataclasses.replace(load_job(path), run_dir=str(path.parent))):
             return path.parent, path.parent.name
     question = request.ablation["name"] if request.ablation["name"] != "none" else request.engine_name
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -550,7 +562,8 @@ def interrupted(job: Job) -> Job | None:
     if path.is_file():
         if not _same(path, job.config_hash):
             raise PlanError(f"run_dir={folder} holds a run of other settings: give another folder")
-        return load_job(path)
+        # It may have been unpacked here from another machine.
+        return dataclasses.replace(load_job(path), run_dir=job.run_dir, model=job.model)
     if folder.is_dir() and any(folder.iterdir()):
         raise PlanError(f"run_dir={folder} is not empty and holds no run: give another folder")
     return None
@@ -558,14 +571,21 @@ def interrupted(job: Job) -> Job | None:
 
 def finished(job: Job) -> bool:
     """Whether the run of `job` came to its report and left nothing to be tried again."""
-    reported = (Path(job.run_dir) / "report.md").is_file()
-    return reported and not any(RETRY in row.flags for row in Store(job.run_dir).read().samples)
+    return (Path(job.run_dir) / "report.md").is_file() and not stopped_early(job)
+
+
+def stopped_early(job: Job) -> bool:
+    """Whether the rows of `job` leave something to be tried again, or a session that a run in parts has not begun."""
+    tables = Store(job.run_dir).read()
+    begun = {row.session for row in tables.runs}
+    missing = bool(job.settings.get("part_seconds")) and len(begun) < job.sessions
+    return missing or any(RETRY in row.flags for row in tables.samples)
 
 
 def save_job(job: Job, path: Path) -> None:
     """Write `job` as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(job), indent=1))
+    path.write_text(json.dumps(dataclasses.asdict(job), indent=1), encoding="utf-8")
 
 
 def load_job(path: Path) -> Job:
@@ -575,7 +595,7 @@ def load_job(path: Path) -> Job:
         PlanError: the file is no job of this version.
     """
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
         values["arms"] = [Arm(**arm) for arm in values["arms"]]
         values["contrasts"] = [Contrast(**contrast) for contrast in values["contrasts"]]
         values["points"] = [Point(**point) for point in values["points"]]

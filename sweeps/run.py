@@ -18,6 +18,7 @@ from sweeps.clock import Clock, SystemClock
 from sweeps.contrasts import contrast_rows
 from sweeps.ledger import CRASH, Ledger
 from sweeps.lock import DeviceBusy, device_lock
+from sweeps.plan import stopped_early
 from sweeps.points import Arm, Job, Point
 from sweeps.rows import SampleRow
 from sweeps.schedule import Cell
@@ -32,6 +33,9 @@ RESPAWNS = 2
 
 GRACE_SECONDS = 120.0
 """How long past its budget and cap a worker may take before it is taken for stuck."""
+
+LEAST_SHARE = 0.125
+"""Share of a part below which no further session is begun in it."""
 
 FAILURES = ("oom", "timeout", "error")
 
@@ -71,17 +75,27 @@ def run(job: Job) -> int:
     failed = [row for row in tables.samples if row.status in FAILURES]
     for row in failed[:20]:
         print(f"{row.phase} {row.frontier} {row.arm}: {row.status}: {row.reason}", file=sys.stderr)
+    if job.settings.get("part_seconds") and stopped_early(job):
+        print("this part is over and the run is not: give the same command again", file=sys.stderr)
     built = report(job)
     return 0 if sound and built and not failed else 1
 
 
 def sessions(job: Job, path: Path, clock: Clock) -> None:
-    """Run every session in a process of its own, each with its share of what is left of the budget."""
+    """Run every session in a process of its own, each with its share of what is left of the budget.
+
+    A run in parts takes them one after another as far as the part goes, and leaves the rest to the next invocation.
+    """
     attempt = uuid.uuid4().hex[:8]
     start = clock.now_ns()
+    part = job.settings.get("part_seconds")
     for session in range(job.sessions):
         spent = (clock.now_ns() - start) / 1e9
         budget = (job.budget_seconds - spent) / (job.sessions - session) if job.budget_seconds > 0 else float("inf")
+        if part:
+            budget = part - spent
+            if budget < LEAST_SHARE * part:
+                return
         run_session(job, path, session, max(budget, 0.0), attempt)
 
 
@@ -184,7 +198,7 @@ def _record_in_flight(job: Job, session: int, reason: str, attempt: str) -> bool
     """An error row for the window during which the worker died; False if none was running."""
     path = in_flight_path(job, session)
     try:
-        cell = Cell(**json.loads(path.read_text()))
+        cell = Cell(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return False
     path.unlink(missing_ok=True)

@@ -63,7 +63,7 @@ class Store:
     def put_conditions(self, record: Mapping[str, Any]) -> None:
         """Keep the machine's condition before or after a point, as a line of ``conditions.jsonl``."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "conditions.jsonl").open("a") as file:
+        with (self.path / "conditions.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, separators=(",", ":"), default=_plain) + "\n")
 
     def read(self) -> Tables:
@@ -145,7 +145,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader finds the old one or the new one, never half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    with part.open("w") as file:
+    with part.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -166,7 +166,7 @@ def read_job(path: str | Path) -> Job:
         RowError: no such file, or not a job of this version of the program.
     """
     try:
-        values = json.loads(Path(path).read_text())
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
         parts = {"arms": Arm, "contrasts": Contrast, "points": Point}
         lists = {name: [kind(**part) for part in values[name]] for name, kind in parts.items()}
         return Job(**(values | lists))

@@ -158,7 +158,7 @@ def in_flight_file(job: Job, session: int) -> Callable[[Cell | None], None]:
         if cell is None:
             path.unlink(missing_ok=True)
         else:
-            path.write_text(json.dumps(dataclasses.asdict(cell)))
+            path.write_text(json.dumps(dataclasses.asdict(cell)), encoding="utf-8")
 
     return tell
 

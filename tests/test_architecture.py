@@ -76,13 +76,13 @@ def test_import_contracts_catch_a_planted_import(line: str, file: str, tmp_path:
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").touch()
     (tmp_path / "sweeps" / "rows.py").touch()
-    (tmp_path / "engine" / "device.py").write_text("import mlx.core\n")
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (tmp_path / "engine" / "device.py").write_text("import mlx.core\n", encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"), encoding="utf-8")
     command = [str(PYTHON.parent / "lint-imports"), "--no-cache"]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     clean = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert clean.returncode == 0, clean.stdout + clean.stderr
-    (tmp_path / file).write_text(line + "\n")
+    (tmp_path / file).write_text(line + "\n", encoding="utf-8")
     broken = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert broken.returncode == 1 and "BROKEN" in broken.stdout, broken.stdout + broken.stderr
 
@@ -118,14 +118,51 @@ def test_banned_constructs(pattern: str, rooms: tuple[str, ...], may: tuple[str,
         for room in rooms
         for path in sources(room)
         if path.relative_to(ROOT).as_posix() not in may
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(pattern, line)
     ]
     assert not hits, f"{reason}:\n" + "\n".join(hits)
 
 
+def unencoded(tree: ast.Module) -> Iterator[int]:
+    """Lines that read or write text without naming its encoding: what they do would hang on the locale."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or any(word.arg == "encoding" for word in node.keywords):
+            continue
+        call = ast.unparse(node.func)
+        method = call.rpartition(".")[2]
+        if method in ("read_text", "write_text"):
+            # The encoding may stand by its place, and a distribution's read_text takes a name there.
+            if len(node.args) == (method == "write_text"):
+                yield node.lineno
+        elif method == "open" and call not in ("tarfile.open", "os.open"):
+            modes = [word.value for word in node.keywords if word.arg == "mode"] + node.args[call == "open" :]
+            if not (modes and isinstance(modes[0], ast.Constant) and "b" in str(modes[0].value)):
+                yield node.lineno
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "tests"])
+def test_text_files_name_their_encoding(folder: str) -> None:
+    hits = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sources(folder)
+        for line in unencoded(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not hits, 'say encoding="utf-8":\n' + "\n".join(hits)
+
+
+@pytest.mark.parametrize("line", ["p.read_text()", "p.write_text(s)", "open(p)", "p.open('w')", "p.open(mode='a')"])
+def test_a_planted_file_without_encoding_is_seen(line: str) -> None:
+    assert list(unencoded(ast.parse(line))) == [1]
+
+
+@pytest.mark.parametrize("line", ["p.read_text(encoding='utf-8')", "p.open('rb')", "open(p, 'wb')", "tarfile.open(p)"])
+def test_a_file_with_encoding_or_of_bytes_is_let_through(line: str) -> None:
+    assert not list(unencoded(ast.parse(line)))
+
+
 def test_the_forward_pass_has_no_branch_on_the_config() -> None:
-    tree = ast.parse((ROOT / "engine" / "model.py").read_text())
+    tree = ast.parse((ROOT / "engine" / "model.py").read_text(encoding="utf-8"))
     tests = [ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp)]
     branches = [test for test in tests if re.search(r"\b(engine_config|cfg)\b\.\w", test)]
     assert not branches, f"variants are bound when the model is built, not chosen in the forward pass: {branches}"
@@ -152,7 +189,7 @@ def documented_methods() -> set[tuple[str, str]]:
     found = set()
     for room in ROOMS:
         for path in sources(room):
-            for name, node, _ in public_functions(ast.parse(path.read_text())):
+            for name, node, _ in public_functions(ast.parse(path.read_text(encoding="utf-8"))):
                 if "." in name and ast.get_docstring(node):  # type: ignore[arg-type]
                     found.add(tuple(name.split(".", 1)))
     return found
@@ -173,7 +210,7 @@ def test_every_public_name_has_types_and_a_docstring(room: str) -> None:
     protocol = {method for owner, method in inherited if owner == "Subject"}
     faults = []
     for path in sources(room):
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         at = path.relative_to(ROOT)
         if tree.body and not ast.get_docstring(tree):
             faults.append(f"{at}: the module has no docstring")
@@ -217,7 +254,7 @@ def test_no_machine_paths_or_loose_tracker_numbers() -> None:
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
         for path in tracked()
         if (path.suffix in TEXT or path.name == "run") and path != Path(__file__) and path.parent != HELD_OUT
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        for number, line in enumerate(path.read_text(errors="replace", encoding="utf-8").splitlines(), 1)
         if FOREIGN.search(line) and "github.com" not in line
     ]
     assert not hits, "\n".join(hits)
@@ -233,12 +270,14 @@ def test_no_large_file_but_the_embedded_checkpoint() -> None:
 
 @pytest.mark.parametrize(("name", "last"), [("sweep", ".venv/bin/python -m sweeps"), ("tests", "-m pytest -q")])
 def test_readme_blocks_are_what_ci_runs(name: str, last: str) -> None:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(rf"^<!-- command: {name} -->\n```bash\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1, f"README.md has {len(blocks)} blocks for {name}"
     assert blocks[0].startswith("python3 -m venv .venv && ") and blocks[0].endswith(last)
     assert "-c constraints.txt" in blocks[0] and "\n" not in blocks[0]
-    function = re.search(r"^block\(\) \{.+?^\}", (ROOT / ".ci" / "run").read_text(), re.MULTILINE | re.DOTALL)
+    function = re.search(
+        r"^block\(\) \{.+?^\}", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert function, ".ci/run lost its function `block`"
     script = f"{function[0]}\nblock {name}"
     printed = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -253,13 +292,15 @@ def test_readme_lists_every_toggle() -> None:
         also = " ".join(f"`{name}`" for name in toggle.settings if name not in (toggle.off, toggle.on))
         rows.append(f"| `{toggle.name}` | {toggle.summary} | `{toggle.off}` | `{toggle.on}` | {also} |")
     table = "\n".join(rows)
-    found = re.search(r"^<!-- toggles -->\n(.*?)\n?<!-- /toggles -->$", (ROOT / "README.md").read_text(), re.M | re.S)
+    found = re.search(
+        r"^<!-- toggles -->\n(.*?)\n?<!-- /toggles -->$", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     assert found, "README.md lost the markers of its table of toggles"
     assert found[1] == table, f"README.md: put this between the markers\n{table}"
 
 
 def test_readme_names_only_commands_that_exist() -> None:
-    named = set(re.findall(r"python -m (engine|reports) ([a-z]+)", (ROOT / "README.md").read_text()))
+    named = set(re.findall(r"python -m (engine|reports) ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     helps = {}
     for room in ("engine", "reports"):
         argv = [str(PYTHON), "-m", room, "--help"]
@@ -269,10 +310,10 @@ def test_readme_names_only_commands_that_exist() -> None:
 
 
 def test_locked_versions_cover_every_dependency() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     names = {re.split(r"[\[<>=;\s]", need)[0].lower() for need in wanted}
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     locked = {line.partition("==")[0].lower() for line in lines if not line.startswith("#")}
     assert not names - locked, f"constraints.txt lacks {sorted(names - locked)}"
     loose = [line for line in lines if not line.startswith("#") and not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
@@ -280,6 +321,6 @@ def test_locked_versions_cover_every_dependency() -> None:
 
 
 def test_hooks_use_the_locked_ruff() -> None:
-    locked = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    hooks = set(re.findall(r'"ruff==([^"]+)"', (ROOT / ".pre-commit-config.yaml").read_text()))
+    locked = re.search(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    hooks = set(re.findall(r'"ruff==([^"]+)"', (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")))
     assert locked and hooks == {locked[1]}

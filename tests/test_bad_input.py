@@ -117,9 +117,9 @@ def test_a_truncated_shard(capsys, broken):
 
 def test_an_index_that_names_an_absent_tensor(capsys, broken):
     path = broken / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
+    index = json.loads(path.read_text(encoding="utf-8"))
     index["weight_map"]["language_model.model.absent.weight"] = next(iter(index["weight_map"].values()))
-    path.write_text(json.dumps(index))
+    path.write_text(json.dumps(index), encoding="utf-8")
     assert "language_model.model.absent.weight" in refused(capsys, f"model={broken}")
 
 
@@ -132,18 +132,18 @@ def test_an_index_that_names_an_absent_tensor(capsys, broken):
     ],
 )
 def test_a_config_that_does_not_fit_the_weights(field, value, said, capsys, broken):
-    config = json.loads((broken / "config.json").read_text())
+    config = json.loads((broken / "config.json").read_text(encoding="utf-8"))
     config["text_config"][field] = value
     if field == "model_type":
         config[field] = value
-    (broken / "config.json").write_text(json.dumps(config))
+    (broken / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert said in refused(capsys, f"model={broken}")
 
 
 def test_another_packing(capsys, broken):
-    config = json.loads((broken / "config.json").read_text())
+    config = json.loads((broken / "config.json").read_text(encoding="utf-8"))
     config["quantization"]["mode"] = "mxfp4"
-    (broken / "config.json").write_text(json.dumps(config))
+    (broken / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert "mxfp4" in refused(capsys, f"model={broken}")
 
 
@@ -226,8 +226,8 @@ def test_a_launcher_runs_the_same_jobs(capsys, launch):
 def run_folder(tmp_path):
     folder = tmp_path / "my-run"
     (folder / "figures").mkdir(parents=True)
-    (folder / "job.json").write_text("{}")
-    (folder / "figures" / "a.svg").write_text("<svg/>")
+    (folder / "job.json").write_text("{}", encoding="utf-8")
+    (folder / "figures" / "a.svg").write_text("<svg/>", encoding="utf-8")
     return folder
 
 
@@ -235,7 +235,7 @@ def test_a_run_travels_as_one_file(capsys, run_folder, tmp_path, launch):
     assert main(["pack", str(run_folder)]) == 0
     file = capsys.readouterr().out.strip()
     assert main(["unpack", file]) == 0
-    assert (launch / "reports" / "runs" / "my-run" / "figures" / "a.svg").read_text() == "<svg/>"
+    assert (launch / "reports" / "runs" / "my-run" / "figures" / "a.svg").read_text(encoding="utf-8") == "<svg/>"
     assert capsys.readouterr().out.strip() == str(launch / "reports" / "runs" / "my-run")
     assert "exists already" in refused(capsys, "unpack", file)
     assert "exists already" in refused(capsys, "pack", str(run_folder))

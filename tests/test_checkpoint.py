@@ -67,7 +67,7 @@ def edited(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     value = json.loads(gzip.decompress(REAL_LIST.read_bytes()))
     change(value)
     path = tmp_path / "list.json"
-    path.write_text(json.dumps(value))
+    path.write_text(json.dumps(value), encoding="utf-8")
     return path
 
 
@@ -152,7 +152,7 @@ def test_a_list_that_cannot_run_is_refused_by_name(tmp_path, change, parts):
 def test_another_architecture_is_refused(tmp_path, document, parts):
     if "model_type" not in document:
         document = TINY.to_dict() | document
-    (tmp_path / "config.json").write_text(json.dumps(document))
+    (tmp_path / "config.json").write_text(json.dumps(document), encoding="utf-8")
     with pytest.raises(CheckpointError) as error:
         inspect(tmp_path)
     for part in (str(tmp_path), *parts):
@@ -161,7 +161,7 @@ def test_another_architecture_is_refused(tmp_path, document, parts):
 
 @pytest.mark.parametrize("text", ["", "[]", '{"config": {}}', '{"config": {}, "tensors": {"a": ["Q9", [1]]}}'])
 def test_a_list_that_is_none_is_refused(tmp_path, text):
-    (tmp_path / "list.json").write_text(text)
+    (tmp_path / "list.json").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match="no readable tensor list"):
         inspect(tmp_path / "list.json")
 
@@ -354,7 +354,7 @@ def test_truncated_shard(folder, keep, parts):
 
 def test_pointer_instead_of_weights(folder):
     shard = sorted(folder.glob("model-0*.safetensors"))[1]
-    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", encoding="utf-8")
     refused(folder, shard.name, "Git LFS pointer")
 
 
@@ -367,16 +367,16 @@ def test_damaged_header(folder):
 
 
 def test_index_names_a_tensor_that_no_shard_has(folder):
-    index = json.loads((folder / INDEX).read_text())
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     shard = sorted(folder.glob("model-0*.safetensors"))[0].name
     index["weight_map"]["language_model.model.layers.9.made_up"] = shard
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     refused(folder, shard, "language_model.model.layers.9.made_up", INDEX, "absent")
 
 
 @pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": 3}'])
 def test_empty_index(folder, text):
-    (folder / INDEX).write_text(text)
+    (folder / INDEX).write_text(text, encoding="utf-8")
     refused(folder, INDEX, "weight_map")
 
 

@@ -40,7 +40,7 @@ def test_engine_input_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_lilybench_has_every_command_of_the_readme() -> None:
-    line = re.search(r"`lilybench ([a-z|]+)`", (ROOT / "README.md").read_text())
+    line = re.search(r"`lilybench ([a-z|]+)`", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert line and set(line[1].split("|")) == set(cli.COMMANDS)
 
 

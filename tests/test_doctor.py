@@ -88,7 +88,7 @@ def test_wired_limit_that_is_already_raised_is_left_alone() -> None:
 
 def test_wired_limit_is_never_set_by_the_doctor() -> None:
     # The only place that starts a process is `run_command`, and nothing passes it more than a query.
-    tree = ast.parse((ROOT / "engine" / "doctor.py").read_text())
+    tree = ast.parse((ROOT / "engine" / "doctor.py").read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     argvs = [ast.literal_eval(call.args[0]) for call in calls if getattr(call.func, "id", "") == "command"]
     assert len(argvs) == 5
@@ -199,7 +199,7 @@ def test_rosetta_is_one_line_although_mlx_is_missing_too(monkeypatch: pytest.Mon
 def test_missing_mlx_is_a_line_and_not_a_traceback(tmp_path: Path) -> None:
     # A folder that comes first on the path and whose `mlx` cannot be imported.
     (tmp_path / "mlx").mkdir()
-    (tmp_path / "mlx" / "__init__.py").write_text("raise ImportError('no build for this system')\n")
+    (tmp_path / "mlx" / "__init__.py").write_text("raise ImportError('no build for this system')\n", encoding="utf-8")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from engine.doctor import main; sys.exit(main([]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -138,14 +138,14 @@ def test_git_state_tells_changes_and_absence(tmp_path):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     clean = environment.git_state(tmp_path)
     assert len(clean["commit"]) == 40 and clean["dirty"] is False
-    (tmp_path / "new").write_text("x")
+    (tmp_path / "new").write_text("x", encoding="utf-8")
     assert environment.git_state(tmp_path)["dirty"] is True
 
 
 def test_only_one_module_of_the_sweep_reads_environment_variables():
     readers = set()
     for path in (ROOT / "sweeps").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
                 readers.add(path.name)
     assert readers == {"environment.py"}

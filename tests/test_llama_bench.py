@@ -13,7 +13,7 @@ from sweeps.rows import tokens_per_second
 from sweeps.subjects import llama_bench
 from sweeps.subjects.llama_bench import LlamaBenchError
 
-RECORDED = json.loads((Path(__file__).parent / "data" / "llama_bench.json").read_text())
+RECORDED = json.loads((Path(__file__).parent / "data" / "llama_bench.json").read_text(encoding="utf-8"))
 POINTS = [
     Point("p256", "prefill", 256, 1),
     Point("p512", "prefill", 512, 1),
@@ -35,7 +35,7 @@ def gguf(tmp_path):
 
 def program(folder: Path, body: str) -> Path:
     path = folder / "llama-bench"
-    path.write_text("#!/bin/sh\n" + body)
+    path.write_text("#!/bin/sh\n" + body, encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
@@ -46,7 +46,7 @@ def arm(binary, gguf) -> Arm:
 
 def replaying(tmp_path: Path) -> Path:
     for phase in ("prefill", "decode"):
-        (tmp_path / f"{phase}.json").write_text(json.dumps(RECORDED[phase]))
+        (tmp_path / f"{phase}.json").write_text(json.dumps(RECORDED[phase]), encoding="utf-8")
     body = f'case "$*" in *" -d "*) cat {tmp_path}/decode.json;; *) cat {tmp_path}/prefill.json;; esac\n'
     return program(tmp_path, body)
 
@@ -86,7 +86,7 @@ def test_missing_binary_or_model_skips_every_point_with_one_reason(tmp_path, ggu
     with pytest.raises(LlamaBenchError, match="no GGUF"):
         llama_bench.check(arm(replaying(tmp_path), other))
     plain = tmp_path / "plain"
-    plain.write_text("")
+    plain.write_text("", encoding="utf-8")
     with pytest.raises(LlamaBenchError, match="not executable"):
         llama_bench.check(arm(plain, gguf))
     with pytest.raises(LlamaBenchError, match="no binary given"):

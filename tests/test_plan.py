@@ -224,7 +224,7 @@ def test_the_same_command_goes_on_with_an_unfinished_run(tmp_path):
     again = made("budget=5m", launch=tmp_path).job
     assert again.run_dir == first.run_dir
     assert plan.interrupted(again) == first
-    (tmp_path / "reports" / "runs" / first.run_id / "report.md").write_text("done")
+    (tmp_path / "reports" / "runs" / first.run_id / "report.md").write_text("done", encoding="utf-8")
     assert made(launch=tmp_path).job.run_dir != first.run_dir
     assert made("seed=5", launch=tmp_path).job.run_dir != first.run_dir
 

@@ -43,7 +43,7 @@ def recorded_noise() -> list[tuple[str, dict]]:
     assert NOISE.exists(), f"{NOISE} is missing: simulations need recorded noise (noise_from_samples makes it)"
     return [
         (f"{machine}-{phase}", values[phase])
-        for machine, values in json.loads(NOISE.read_text()).items()
+        for machine, values in json.loads(NOISE.read_text(encoding="utf-8")).items()
         for phase in ("prefill", "decode")
         if phase in values
     ]
@@ -445,7 +445,7 @@ def test_noise_from_unusable_samples_is_refused():
 
 def test_recorded_noise_says_how_it_was_made_and_agrees_with_itself():
     recorded_noise()
-    for machine, values in json.loads(NOISE.read_text()).items():
+    for machine, values in json.loads(NOISE.read_text(encoding="utf-8")).items():
         assert values["how"], f"{machine} does not say how it was recorded"
     for label, noise in recorded_noise():
         assert len(noise["blocks"]) >= 5, f"{label}: five processes at least"

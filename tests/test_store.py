@@ -43,8 +43,8 @@ def test_a_torn_last_line_is_not_read_and_set_aside_before_the_next_row(tmp_path
     again = Store(tmp_path)
     again.append(sample(1))
     assert again.torn == ["samples.jsonl"]
-    assert [json.loads(line)["block"] for line in path.read_text().splitlines()] == [0, 1]
-    assert (tmp_path / "samples.torn").read_text() == '{"run_id": "r", "sess\n'
+    assert [json.loads(line)["block"] for line in path.read_text(encoding="utf-8").splitlines()] == [0, 1]
+    assert (tmp_path / "samples.torn").read_text(encoding="utf-8") == '{"run_id": "r", "sess\n'
 
 
 def test_a_last_line_of_zeros_is_torn_too(tmp_path):
@@ -69,7 +69,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 def test_another_schema_version_is_refused_by_name(tmp_path):
     Store(tmp_path).append(sample(0))
     path = tmp_path / "samples.jsonl"
-    path.write_text(path.read_text().replace('"schema":1', '"schema":7'))
+    path.write_text(path.read_text(encoding="utf-8").replace('"schema":1', '"schema":7'), encoding="utf-8")
     with pytest.raises(
         RowError, match=r"samples\.jsonl:1: SampleRow has schema version 7; this program reads version 1"
     ):
@@ -144,7 +144,7 @@ def test_a_job_survives_its_file(tmp_path):
     )
     path = write_job(job)
     assert read_job(path) == job
-    path.write_text(path.read_text()[:-5])
+    path.write_text(path.read_text(encoding="utf-8")[:-5], encoding="utf-8")
     with pytest.raises(RowError, match="not a job of this version"):
         read_job(path)
 

@@ -270,7 +270,7 @@ def test_check_runs_in_its_own_process_and_reports_its_failure(tmp_path):
     file = tmp_path / "job.json"
     made = job({"name": "gone", "kind": "checkpoint", "path": str(tmp_path / "absent")}, [BASELINE])
     made.points = [Point("p", "prefill", 24, 1)]
-    file.write_text(json.dumps(dataclasses.asdict(made)))
+    file.write_text(json.dumps(dataclasses.asdict(made)), encoding="utf-8")
     result = baseline.check(file)
     assert result["passed"] is False and "absent" in result["reason"]
 

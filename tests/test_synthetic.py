@@ -158,14 +158,14 @@ def test_transformers_reads_the_same_numbers(tmp_path: Path, layout):
 def test_config_json_tells_the_packing(tmp_path: Path):
     tiny = tiny_config(4)
     write_checkpoint(tmp_path, tiny, seed=1, mtp="side", tokenizer=False)
-    document = json.loads((tmp_path / "config.json").read_text())
+    document = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     table = document["quantization"]
     assert table == document["quantization_config"]
     assert {k: table[k] for k in ("bits", "group_size", "mode")} == {"bits": 4, "group_size": 64, "mode": "affine"}
     eight = [name for name, value in table.items() if isinstance(value, dict)]
     assert len(eight) == 2 * (4 + 1)
     assert "language_model.model.layers.0.mlp.gate" in eight and "mtp.layers.0.mlp.shared_expert_gate" in eight
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
     held = inspect(tmp_path)
     assert index["metadata"]["total_size"] == held.bytes_of("text")
     assert held.has_mtp and not any(name.startswith("mtp.") for name in index["weight_map"])

@@ -202,7 +202,7 @@ def test_saved_parts_are_what_transformers_reads(tmp_path: Path) -> None:
     theirs = {n for part in (tmp_path / "theirs").glob("*.safetensors") for n in load_file(part)}
     mine = {n for part in (tmp_path / "mine").glob("*.safetensors") for n in load_file(part)}
     assert {n for n in mine if not n.startswith("mtp.")} == theirs
-    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    config = json.loads((tmp_path / "mine" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "qwen3_5_moe" and "text_config" in config
     again = Qwen3_5MoeForCausalLM.from_pretrained(
         tmp_path / "mine", config=network.transformers_config(SMALL), dtype=torch.bfloat16
@@ -225,7 +225,7 @@ def test_a_run_ends_in_time_saves_and_resumes(tmp_path: Path) -> None:
     resumed = train.Trainer(second, SMALL)
     assert (resumed.steps, resumed.start) == (2, 0.5) and resumed.muon.state()
     resumed.run(time.monotonic())
-    lines = [json.loads(line) for line in (out / "training.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "training.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "progress" in line]
     assert [line["length"] for line in steps[:2]] == [64, 64] and steps[-1]["length"] == 128
     assert all(a["progress"] <= b["progress"] for a, b in itertools.pairwise(steps))
@@ -311,7 +311,7 @@ def test_kneser_ney_is_a_distribution() -> None:
 @shipped
 def test_shipped_files_are_small_and_the_architecture_is_real() -> None:
     assert sum(p.stat().st_size for p in CHECKPOINT.iterdir()) <= 16 * 2**20
-    config = ModelConfig.from_dict(json.loads((CHECKPOINT / "config.json").read_text()))
+    config = ModelConfig.from_dict(json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8")))
     assert (config.head_dim, config.rotary_dims, config.linear_key_head_dim) == (256, 64, 128)
     assert config.num_attention_heads == 8 * config.num_key_value_heads
     assert config.num_hidden_layers >= 8 and config.num_experts >= 32 and config.num_experts_per_tok == 8

@@ -31,13 +31,13 @@ def tokenizer(folder: Path) -> Tokenizer:
 def copy(folder: Path, tmp_path: Path) -> Path:
     """The folder's small files, to be changed."""
     for file in folder.glob("*.json"):
-        (tmp_path / file.name).write_text(file.read_text())
+        (tmp_path / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     return tmp_path
 
 
 def change(path: Path, **fields) -> None:
-    value = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
+    value = json.loads(path.read_text(encoding="utf-8")) | fields
+    path.write_text(json.dumps({k: v for k, v in value.items() if v is not None}), encoding="utf-8")
 
 
 def test_ids_and_text(tokenizer):
@@ -101,7 +101,7 @@ def test_chat_ends_in_the_assistants_turn(tokenizer):
 
 
 def test_template_file_goes_before_the_config(copy):
-    (copy / "chat_template.jinja").write_text("{{ messages | tojson }}{{ extra }}{{ eos_token }}")
+    (copy / "chat_template.jinja").write_text("{{ messages | tojson }}{{ extra }}{{ eos_token }}", encoding="utf-8")
     got = Tokenizer.from_path(copy).render_chat([{"role": "user", "content": "é<"}], extra=3)
     assert got == '[{"role": "user", "content": "é<"}]3<|im_end|>'
 
@@ -122,7 +122,7 @@ def test_named_templates(copy):
     ],
 )
 def test_template_that_fails_is_one_line(copy, template, part):
-    (copy / "chat_template.jinja").write_text(template)
+    (copy / "chat_template.jinja").write_text(template, encoding="utf-8")
     with pytest.raises(TokenizerError, match="the chat template cannot render") as error:
         Tokenizer.from_path(copy).render_chat([{"role": "user", "content": "x"}])
     assert part in str(error.value) and "\n" not in str(error.value)
@@ -137,10 +137,10 @@ def test_no_template(copy):
 
 
 def test_files_that_cannot_be_read(copy, tmp_path):
-    (copy / "generation_config.json").write_text("{")
+    (copy / "generation_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(TokenizerError, match="generation_config.json: is no readable JSON"):
         Tokenizer.from_path(copy)
-    (copy / "tokenizer.json").write_text("{}")
+    (copy / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(TokenizerError, match="tokenizer.json: cannot be read"):
         Tokenizer.from_path(copy)
     (copy / "tokenizer.json").unlink()

@@ -392,7 +392,9 @@ def test_kill_in_mid_sweep_then_the_same_command_finishes_without_doubles(tmp_pa
     second = start(made)
     out, err = second.communicate(timeout=120)
     assert second.returncode == 0, err
-    rows = [json.loads(line) for line in (Path(made.run_dir) / "samples.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (Path(made.run_dir) / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     counted = Counter((r["point"], r["arm"], r["block"], r["slot"]) for r in rows if r["block"] >= 0)
     assert len(counted) == 2 * 2 * 2 * 12
     assert set(counted.values()) == {1}

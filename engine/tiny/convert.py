@@ -66,7 +66,7 @@ def convert(trained: Path, tokenizer: Path, to: Path) -> None:
         ValueError: parts are missing, or the result is over 16 MiB.
     """
     parts = sorted(trained.glob("model-*.safetensors"))
-    index = json.loads((trained / "model.safetensors.index.json").read_text())["weight_map"]
+    index = json.loads((trained / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
     missing = sorted(set(index.values()) - {p.name for p in parts})
     if missing:
         raise ValueError(f"{trained}: part {missing[0]} is missing; copy every part of the training run there")
@@ -80,11 +80,11 @@ def convert(trained: Path, tokenizer: Path, to: Path) -> None:
         arrays = mx.load(str(packed / SHARD))
         head = {n: v for p in parts for n, v in mx.load(str(p)).items() if n.startswith("mtp.")}  # type: ignore[union-attr]
         arrays |= pack_draft_head(head)  # type: ignore[operator]
-        config = json.loads((packed / "config.json").read_text())
+        config = json.loads((packed / "config.json").read_text(encoding="utf-8"))
         for name in ("quantization", "quantization_config"):
             for gate in ("gate", "shared_expert_gate"):
                 config[name][f"mtp.layers.0.mlp.{gate}"] = {"group_size": GROUP_SIZE, "bits": 8}
-        card = (to / "README.md").read_text() if (to / "README.md").is_file() else None
+        card = (to / "README.md").read_text(encoding="utf-8") if (to / "README.md").is_file() else None
         shutil.rmtree(to, ignore_errors=True)
         to.mkdir(parents=True)
         mx.save_safetensors(str(to / SHARD), arrays, metadata={"format": "mlx"})  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ def read_packed(folder: Path) -> dict[str, torch.Tensor]:
 
 def make_forward(folder: Path, tensors: dict[str, torch.Tensor], device: str) -> Forward:
     """A float32 model with `tensors` in it; every parameter must be there, in its shape."""
-    config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text()))
+    config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     model, head = build(config)
     with torch.no_grad():
         for name, p in named(model, head).items():
@@ -219,7 +219,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 def card(result: dict[str, Any], checkpoint: Path, sources: dict[str, Any] | None, log: list[dict[str, Any]]) -> str:
     """The model card in Markdown."""
-    config = json.loads((checkpoint / "config.json").read_text())["text_config"]
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["text_config"]
     size = sum(p.stat().st_size for p in checkpoint.iterdir() if p.name != "README.md")
     end = log[-1] if log else {}
     lines = [
@@ -333,9 +333,13 @@ def main() -> None:
     parser.add_argument("--card", type=Path, help="where to write the card (default: README.md of the checkpoint)")
     options = parser.parse_args()
     result = evaluate(options)
-    sources = json.loads((options.data / "sources.json").read_text()) if options.data else None
+    sources = json.loads((options.data / "sources.json").read_text(encoding="utf-8")) if options.data else None
     log_file = options.trained / "training.jsonl" if options.trained else None
-    log = [json.loads(line) for line in log_file.read_text().splitlines()] if log_file and log_file.is_file() else []
+    log = (
+        [json.loads(line) for line in log_file.read_text(encoding="utf-8").splitlines()]
+        if log_file and log_file.is_file()
+        else []
+    )
     to = options.card or options.checkpoint / "README.md"
     to.write_text(card(result, options.checkpoint, sources, log), encoding="utf-8")
     (to.parent / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -334,7 +334,9 @@ class Trainer:
         self.note(
             steps=self.steps, tokens=self.tokens, seconds=round(time.monotonic() - began, 1), device=device_name()
         )
-        (options.out / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.log))
+        (options.out / "training.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in self.log), encoding="utf-8"
+        )
 
     def check(self, label: str, rounded: bool = False) -> None:
         """Validate, and save what there is: a run that is cut off has left its last minute's weights."""
