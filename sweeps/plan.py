@@ -24,8 +24,9 @@ from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
 from sweeps.guard import Scope
 from sweeps.models import REAL_COMMAND, Model
 from sweeps.points import Arm, Contrast, Job, Point
+from sweeps.rows import RowError
 from sweeps.session import warm_seconds
-from sweeps.store import RETRY, Store
+from sweeps.store import RETRY, Store, read_job
 
 STRAIGHT_CHUNKS = 4
 """Up to this many chunks a frontier is a fresh prompt for every trial; above, one walk covers them all."""
@@ -148,7 +149,9 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
     notes = [*plan.notes, *([] if probe else ["times come from the geometry; they sharpen once the model is here"])]
     expanded = {arm.name: _expanded(arm, request.engine) for arm in arms if arm.toggles and not arm.aa}
     rows = plan.rows(points)
-    return Plan(job, rows, plan.total(points), machine, model, probe is not None, dropped, notes, expanded, forecast.start())
+    return Plan(
+        job, rows, plan.total(points), machine, model, probe is not None, dropped, notes, expanded, forecast.start()
+    )
 
 
 def _expanded(arm: Arm, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -537,7 +540,7 @@ def _run_folder(request: Request, model: Model, config_hash: str) -> tuple[Path,
         return request.run_dir, request.run_dir.name
     runs = request.launch / "reports" / "runs"
     for path in sorted(runs.glob(f"*-{config_hash[:6]}*/job.json"), reverse=True):
-        if _same(path, config_hash) and not finished(dataclasses.replace(load_job(path), run_dir=str(path.parent))):
+        if _same(path, config_hash) and not finished(dataclasses.replace(_read(path), run_dir=str(path.parent))):
             return path.parent, path.parent.name
     question = request.ablation["name"] if request.ablation["name"] != "none" else request.engine_name
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -563,7 +566,7 @@ def interrupted(job: Job) -> Job | None:
         if not _same(path, job.config_hash):
             raise PlanError(f"run_dir={folder} holds a run of other settings: give another folder")
         # It may have been unpacked here from another machine.
-        return dataclasses.replace(load_job(path), run_dir=job.run_dir, model=job.model)
+        return dataclasses.replace(_read(path), run_dir=job.run_dir, model=job.model)
     if folder.is_dir() and any(folder.iterdir()):
         raise PlanError(f"run_dir={folder} is not empty and holds no run: give another folder")
     return None
@@ -582,30 +585,15 @@ def stopped_early(job: Job) -> bool:
     return missing or any(RETRY in row.flags for row in tables.samples)
 
 
-def save_job(job: Job, path: Path) -> None:
-    """Write `job` as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dataclasses.asdict(job), indent=1), encoding="utf-8")
-
-
-def load_job(path: Path) -> Job:
-    """Read a job back.
-
-    Raises:
-        PlanError: the file is no job of this version.
-    """
+def _read(path: Path) -> Job:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        values["arms"] = [Arm(**arm) for arm in values["arms"]]
-        values["contrasts"] = [Contrast(**contrast) for contrast in values["contrasts"]]
-        values["points"] = [Point(**point) for point in values["points"]]
-        return Job(**values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{path} is no readable job ({error}): remove its folder or give another run_dir=") from error
+        return read_job(path)
+    except RowError as error:
+        raise PlanError(f"{error}, or give another run_dir=") from error
 
 
 def _same(path: Path, config_hash: str) -> bool:
-    return load_job(path).config_hash == config_hash
+    return _read(path).config_hash == config_hash
 
 
 def _digest(value: Any) -> str:

@@ -17,6 +17,7 @@ from sweeps import environment, lock
 from sweeps.clock import SystemClock, Window, timed
 from sweeps.forecast import Probe
 from sweeps.points import Job
+from sweeps.store import read_job, write_job
 from sweeps.subjects.base import Prefilled, Subject, SubjectUnsupported
 
 TIMEOUT_SECONDS = 300
@@ -36,10 +37,7 @@ def take(job: Job, folder: Path) -> Probe | None:
     Raises:
         DeviceBusy: another run is timing on this accelerator.
     """
-    from sweeps.plan import save_job
-
-    path = folder / "probe.json"
-    save_job(job, path)
+    path = write_job(job, folder / "probe.json")
     clock = SystemClock()
     device = environment.accelerator_key()
     with lock.device_lock(environment.runtime_dir(), device, "probe", wait=bool(job.settings.get("wait"))):
@@ -112,9 +110,7 @@ def _prefill(subject: Subject, tokens: list[int]) -> Window[Prefilled]:
 
 def main(argv: list[str]) -> int:
     """Entry of the child process."""
-    from sweeps.plan import load_job
-
-    print(json.dumps(measure(load_job(Path(argv[0])))))
+    print(json.dumps(measure(read_job(argv[0]))))
     return 0
 
 

@@ -152,9 +152,9 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def write_job(job: Job) -> Path:
-    """Write ``job.json`` into the run folder, whole; returns its path."""
-    path = Path(job.run_dir) / "job.json"
+def write_job(job: Job, path: Path | None = None) -> Path:
+    """Write a job, whole, as ``job.json`` into its run folder or as `path`; returns the path."""
+    path = path or Path(job.run_dir) / "job.json"
     write_whole(path, json.dumps(dataclasses.asdict(job), indent=1, default=_plain))
     return path
 

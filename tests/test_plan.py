@@ -13,9 +13,10 @@ from rich.console import Console
 from ablations.arms import ArmError
 from engine.config import ModelConfig
 from sweeps import compose, plan, preview
-from sweeps.forecast import Probe, apple, cpu
+from sweeps.forecast import Probe, apple, cpu, cuda
 from sweeps.models import Model, read
 from sweeps.plan import PlanError
+from sweeps.store import read_job, write_job
 
 REAL = Model("real", "checkpoint", ModelConfig(), path="/weights", weights_bytes=19_508_789_376, weights_hash="w")
 TINY = Model(
@@ -214,13 +215,12 @@ def test_calibration_is_only_a_a():
 
 def test_a_job_survives_its_file(tmp_path):
     job = made("ablation=gdn_scan", "sweep=ten").job
-    plan.save_job(job, tmp_path / "job.json")
-    assert plan.load_job(tmp_path / "job.json") == job
+    assert read_job(write_job(job, tmp_path / "job.json")) == job
 
 
 def test_the_same_command_goes_on_with_an_unfinished_run(tmp_path):
     first = made(launch=tmp_path).job
-    plan.save_job(first, tmp_path / "reports" / "runs" / first.run_id / "job.json")
+    write_job(first, tmp_path / "reports" / "runs" / first.run_id / "job.json")
     again = made("budget=5m", launch=tmp_path).job
     assert again.run_dir == first.run_dir
     assert plan.interrupted(again) == first
@@ -230,8 +230,11 @@ def test_the_same_command_goes_on_with_an_unfinished_run(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    plan.save_job(made("seed=1").job, tmp_path / "job.json")
+    write_job(made("seed=1").job, tmp_path / "job.json")
     with pytest.raises(PlanError, match="other settings"):
+        plan.interrupted(made("seed=2", f"run_dir={tmp_path}").job)
+    (tmp_path / "job.json").write_text("{", encoding="utf-8")
+    with pytest.raises(PlanError, match="not a job of this version.*another run_dir="):
         plan.interrupted(made("seed=2", f"run_dir={tmp_path}").job)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
@@ -297,3 +300,29 @@ def test_the_published_tensor_list_plans_on_every_size_of_mac(chip, memory_gb, l
     if largest == 0:
         with pytest.raises(PlanError, match="working set"):
             planned.require_work()
+
+
+def test_on_a_borrowed_accelerator_the_dry_run_states_device_minutes_and_parts():
+    planned = made("sweep=borrowed", "ablation=gqa_packing", "subject=none", machine=cuda("H200", 150 * 10**9))
+    assert (planned.job.sessions, {p.blocks for p in planned.job.points}) == (5, {2})
+    assert planned.job.settings["part_seconds"] == 480
+    useful = 480 - planned.start_seconds
+    assert planned.parts == -(-(planned.seconds - 5 * planned.start_seconds) // useful) > 1
+    out = io.StringIO()
+    preview.show(planned, Console(file=out, width=140))
+    minutes = f"{planned.seconds / 60:.0f} min, in {planned.parts} parts of at most 8 min"
+    assert f"Device time: {minutes}: give the same command {planned.parts} times" in out.getvalue()
+
+
+def test_a_part_does_not_change_what_the_run_is():
+    assert made("sweep=borrowed").job.config_hash == made("sweep=borrowed", "part=4m").job.config_hash
+
+
+def test_a_run_that_was_unpacked_elsewhere_goes_on_there(tmp_path):
+    first = made("sweep=borrowed", launch=tmp_path / "here").job
+    there = tmp_path / "there" / "reports" / "runs" / first.run_id
+    write_job(first, there / "job.json")
+    (there / "report.md").write_text("so far")
+    again = made("sweep=borrowed", launch=tmp_path / "there").job
+    assert again.run_dir == str(there)
+    assert plan.interrupted(again) == dataclasses.replace(first, run_dir=str(there))

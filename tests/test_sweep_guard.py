@@ -18,6 +18,7 @@ from sweeps.clock import ManualClock
 from sweeps.guard import PointGuard, Scope, paths, same_path
 from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.prompts import Prompts, WordEncoder
+from sweeps.store import write_job
 from sweeps.subjects import make
 from sweeps.subjects.mlx_lm import MlxLm
 from sweeps.subjects.shared import Shared, build_lm_model
@@ -270,7 +271,7 @@ def test_check_runs_in_its_own_process_and_reports_its_failure(tmp_path):
     file = tmp_path / "job.json"
     made = job({"name": "gone", "kind": "checkpoint", "path": str(tmp_path / "absent")}, [BASELINE])
     made.points = [Point("p", "prefill", 24, 1)]
-    file.write_text(json.dumps(dataclasses.asdict(made)), encoding="utf-8")
+    write_job(made, file)
     result = baseline.check(file)
     assert result["passed"] is False and "absent" in result["reason"]
 
