@@ -44,6 +44,9 @@ GROUPS = ("engine", "subject", "model", "sweep", "ablation")
 COMMANDS = ("run", "tune", "calibrate", "pack", "unpack")
 """Words that may stand before the overrides; no word means ``run``."""
 
+LEAST_PART_SECONDS = 60
+"""Shortest part of a run, in seconds: below it, most of each part would go to loading weights and warming up."""
+
 _FREE_TEXT = frozenset({"model.reference", "run_dir", "subject.binary", "subject.gguf"})
 _PHASES = ("prefill", "decode")
 _CHOICES = {
@@ -87,7 +90,7 @@ class Request:
         engine_fields: dotted engine fields set by hand. toggles: toggles set by hand.
         model: the model group as composed; ``reference`` of kind ``custom`` is what followed ``model=``.
         frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
-        budget_seconds, cap_seconds: limits of the whole run and of one prefill.
+        budget_seconds, cap_seconds: limits of the whole run and of one prefill. part_seconds: of one invocation, or None.
         config: everything composed, for the record.
     """
 
@@ -104,6 +107,7 @@ class Request:
     phases: tuple[str, ...]
     budget_seconds: float
     cap_seconds: float
+    part_seconds: float | None
     sessions: int
     blocks: int
     arms: str
@@ -400,6 +404,7 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         phases=_phases(phases),
         budget_seconds=seconds("budget", _first(values["budget"], sweep["budget"])),
         cap_seconds=seconds("cap", _first(values["cap"], sweep["cap"])),
+        part_seconds=_part(_first(values["part"], sweep.get("part"))),
         sessions=_count("sessions", _first(values["sessions"], sweep["sessions"])),
         blocks=_count("blocks", _first(values["blocks"], sweep["blocks"])),
         arms=values["arms"],
@@ -444,6 +449,15 @@ def seconds(key: str, value: Any) -> float:
     made = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
     if made <= 0:
         raise UsageError(f"{key}={value} is no time: write 90s, 10m or 2h")
+    return made
+
+
+def _part(value: Any) -> float | None:
+    if value is None:
+        return None
+    made = seconds("part", value)
+    if made < LEAST_PART_SECONDS:
+        raise UsageError(f"part={value} is too short to get anywhere: give at least {LEAST_PART_SECONDS} s")
     return made
 
 

@@ -22,6 +22,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "sessions": job.sessions,
         "seconds": round(plan.seconds, 1),
         "budget_seconds": job.budget_seconds,
+        "part_seconds": job.settings["part_seconds"],
+        "parts": plan.parts,
         "probed": plan.probed,
         "arms": [{"name": a.name, "subject": a.subject, "toggles": a.toggles, "aa": a.aa} for a in job.arms],
         "expanded": plan.expanded,
@@ -64,7 +66,20 @@ def show(plan: Plan, console: Console | None = None, form: str = "true") -> None
     basis = "measured by a probe" if plan.probed else "from the geometry"
     budget = spell_time(job.budget_seconds)
     console.print(f"Total: {spell_time(plan.seconds)} ({basis}) of a budget of {budget}")
+    if plan.machine.kind == "cuda" or plan.parts > 1:
+        console.print(_device_time(plan))
     console.print(f"Output: {job.run_dir}", markup=False)
+
+
+def _device_time(plan: Plan) -> str:
+    """Minutes on the accelerator, and how often the command is to be given where a run is cut into parts."""
+    said = f"Device time: {plan.seconds / 60:.0f} min"
+    part = plan.job.settings.get("part_seconds")
+    if not part:
+        return f"{said} at a stretch (part=8m would cut it into parts)"
+    if plan.parts == 1:
+        return f"{said}, in one part of at most {spell_time(part)}"
+    return f"{said}, in {plan.parts} parts of at most {spell_time(part)}: give the same command {plan.parts} times"
 
 
 def _arms(plan: Plan, console: Console) -> None:

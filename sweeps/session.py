@@ -689,6 +689,8 @@ class Session:
         return (self.tools.clock.now_ns() - self._start) / 1e9 + seconds < self._budget
 
     def _over_budget(self) -> str:
+        if self.job.settings.get("part_seconds"):
+            return "the time of this part is used up; the same command goes on"
         return f"the budget of {self.job.budget_seconds:g} s is used up"
 
     def _trial(self, place: int, block: int, turn: int) -> int:

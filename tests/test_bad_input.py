@@ -73,6 +73,7 @@ def refused(capsys, *words: str) -> str:
         (["unpack", "nowhere.tar.gz"], "does not exist"),
         (["subject=llama_bench"], "subject.binary"),
         (["budget=1s", "probe=false"], "budget"),
+        (["part=5s"], "part=5s"),
     ],
 )
 def test_words(words, said, capsys):

@@ -21,7 +21,7 @@ def test_defaults_are_the_toy_model_full_engine_and_mlx_lm():
     assert (request.engine_name, request.subject["name"], request.sweep) == ("full", "mlx_lm", "smoke")
     assert request.engine == EngineConfig().to_dict()
     assert request.frontiers == (256, 512, 1024, 2048)
-    assert (request.sessions, request.budget_seconds) == (1, 120)
+    assert (request.sessions, request.budget_seconds) == (1, 150)
 
 
 @pytest.mark.parametrize("name", compose.options("engine"))

@@ -505,3 +505,16 @@ def test_on_the_real_clock_identical_arms_agree_and_five_percent_is_found(tmp_pa
         slower += five.verdict == "slower"
     assert covered >= 17
     assert slower >= 18
+
+
+def test_a_run_in_parts_begins_no_session_that_the_part_has_no_time_for(tmp_path, monkeypatch):
+    clock, taken = ManualClock(), []
+
+    def session(job, path, number, budget, attempt) -> None:
+        taken.append((number, budget))
+        clock.sleep(min(budget, 200))
+
+    monkeypatch.setattr(runner, "run_session", session)
+    made = job(tmp_path, [A, B], points([256]), sessions=5, budget_seconds=7200.0, settings={"part_seconds": 480})
+    runner.sessions(made, tmp_path / "job.json", clock)
+    assert taken == [(0, 480), (1, 280), (2, 80)]
