@@ -176,7 +176,9 @@ def _launch(line: CommandLine) -> int:
 
     words = ",".join(compose.quote(json.dumps(job)) for job in jobs)
     compose.register()
-    with _argv([sys.argv[0], "-m", *line.launcher, f"+words={words}"]):
+    # Hydra would send the log of every library to stdout, among what the jobs print there for programs.
+    silent = ("hydra/hydra_logging=none", "hydra/job_logging=none")
+    with _argv([sys.argv[0], "-m", *silent, *line.launcher, f"+words={words}"]):
         task()
     return 0
 
