@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -309,12 +310,35 @@ def test_readme_names_only_commands_that_exist() -> None:
     assert named and not absent, absent
 
 
-def test_locked_versions_cover_every_dependency() -> None:
+def plain(distribution: str) -> str:
+    """A distribution's name as indexes compare names."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def needs(extra: str | None = None) -> set[str]:
+    """Distributions that pyproject.toml asks for, by themselves or with an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    names = {re.split(r"[\[<>=;\s]", need)[0].lower() for need in wanted}
+    wanted = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return {plain(re.split(r"[\[<>=;\s]", need)[0]) for need in wanted}
+
+
+def test_what_is_imported_is_asked_for() -> None:
+    # Something that comes along with another dependency today may not tomorrow.
+    of_module = importlib.metadata.packages_distributions()
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for room in ROOMS for path in sources(room)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    named |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    modules = {name.partition(".")[0] for name in named} - set(sys.stdlib_module_names) - {*ROOMS, "configs"}
+    needed = needs() | needs("test")
+    absent = {m for m in modules if not {plain(name) for name in of_module.get(m, [m])} & needed}
+    assert not absent, f"pyproject.toml does not list {sorted(absent)}"
+
+
+def test_locked_versions_cover_every_dependency() -> None:
+    names = needs() | needs("test")
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    locked = {line.partition("==")[0].lower() for line in lines if not line.startswith("#")}
+    locked = {plain(line.partition("==")[0]) for line in lines if not line.startswith("#")}
     assert not names - locked, f"constraints.txt lacks {sorted(names - locked)}"
     loose = [line for line in lines if not line.startswith("#") and not re.fullmatch(r"[\w.-]+==[\w.]+", line)]
     assert not loose, f"constraints.txt must name exact versions and nothing else: {loose}"
