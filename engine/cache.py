@@ -244,8 +244,14 @@ class TracedView(ExactView):
 
     def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         s, i = self.cache.state, self.cache.attention_index[layer]
+        at = self.cache.state["position"]
+        if k.shape[2] > 1:
+            at = at + mx.arange(k.shape[2], dtype=mx.int32)
         for name, rows in (("keys", k), ("values", v)):
-            s[name][i] = mx.slice_update(s[name][i], rows, self.cache.state["position"], axes=(2,))
+            # A scatter writes the new rows alone. `mx.slice_update` with a position on the device also works in
+            # place, but its CUDA kernel runs once per element of the whole cache (0.54 ms a layer at 128K).
+            index = mx.broadcast_to(at.reshape(1, 1, -1, 1), rows.shape)
+            s[name][i] = mx.put_along_axis(s[name][i], index, rows, axis=2)
         return s["keys"][i][..., : self.bucket, :], s["values"][i][..., : self.bucket, :]
 
 

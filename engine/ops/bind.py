@@ -18,10 +18,11 @@ class BoundOp:
     prefill: Variant
     recorder: Recorder
     settings: dict[str, Any]
+    decode_rows: int = DECODE_ROWS
 
     def __call__(self, *arguments: Any, rows: int) -> Any:
         """Run the variant for `rows` new rows and count the call."""
-        variant = self.decode if rows <= DECODE_ROWS else self.prefill
+        variant = self.decode if rows <= self.decode_rows else self.prefill
         settings = self.settings if variant.tiles else {}
         self.recorder.record(self.op.name, variant.name, str(settings.get("split", "")))
         return variant.run(*arguments, **settings)
@@ -78,7 +79,7 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
     def one(name: str, wanted: str, **settings: Any) -> BoundOp:
         op = OPS[name]
         decode, prefill = op.choose(wanted, device, "decode"), op.choose(wanted, device, "prefill")
-        return BoundOp(op, decode, prefill, recorder, settings)
+        return BoundOp(op, decode, prefill, recorder, settings, op.decode_rows.get(device, DECODE_ROWS))
 
     if config.experts.tile != "best":
         raise VariantUnsupported("experts", f"tile {config.experts.tile}", "no variant of this build has tiles")

@@ -150,13 +150,16 @@ def _step(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
 def _single(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
     """One token as two matrix-vector products around one update: ``S k`` needs no decayed copy of S first."""
     key_heads, dim, heads = q.shape[2], q.shape[3], v.shape[2]
-    grouped = state.reshape(key_heads, heads // key_heads, -1, dim)
-    k, q = k.reshape(key_heads, 1, dim, 1), q.reshape(key_heads, 1, dim, 1)
-    g = mx.exp(log_g).reshape(key_heads, -1, 1, 1)
-    v, beta = v.reshape(key_heads, heads // key_heads, -1, 1), beta.reshape(key_heads, -1, 1, 1)
-    delta = beta * (v - g * (grouped @ k))
-    grouped = g * grouped + delta * k.reshape(key_heads, 1, 1, dim)
-    return (grouped @ q).reshape(1, 1, heads, -1), grouped.reshape(state.shape)
+    # The states of all value heads of a key head as the rows of one matrix: no key is repeated for the product.
+    rows = state.reshape(key_heads, -1, dim)
+    by_head = (1, heads, -1, 1)
+    g, beta = mx.exp(log_g).reshape(1, heads, 1, 1), beta.reshape(1, heads, 1, 1)
+    seen = (rows @ k.reshape(key_heads, dim, 1)).reshape(by_head)
+    delta = beta * (v.reshape(by_head) - g * seen)
+    spread = mx.broadcast_to(k.reshape(key_heads, 1, 1, dim), (key_heads, heads // key_heads, 1, dim))
+    state = g * state + delta * spread.reshape(1, heads, 1, dim)
+    out = state.reshape(key_heads, -1, dim) @ q.reshape(key_heads, dim, 1)
+    return out.reshape(1, 1, heads, -1), state
 
 
 def _recurrence(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):

@@ -70,6 +70,7 @@ class Op:
         order: variant names, best first, by (device kind, phase); used by ``best`` where nothing is tuned.
         tolerance: largest relative RMS error of a variant against the reference, by dtype name.
         least_bytes, least_flops: what a case must at least move and compute.
+        decode_rows: most rows that take the decode order, where it is fewer than `DECODE_ROWS` on a device kind.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Op:
     tolerance: Mapping[str, float]
     least_bytes: Callable[[Case], int]
     least_flops: Callable[[Case], int]
+    decode_rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def reference(self) -> Variant:
