@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.config import ModelConfig
-from engine.memory import SMALLEST_FRONTIER, largest_frontier, run_bytes, weight_bytes
+from engine.memory import SMALLEST_FRONTIER, attention_is_fused, largest_frontier, run_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from engine.ops import Op, Variant
@@ -215,7 +215,7 @@ def fit_findings(config: ModelConfig, machine: Machine, kind: str, budget: int) 
     Returns:
         The findings, and tokens by ``"one arm"`` and ``"two arms"`` (0 = does not fit).
     """
-    itemsize, fused = (4 if kind == "cpu" else 2), kind == "cuda"
+    itemsize, fused = (4 if kind == "cpu" else 2), attention_is_fused(kind)
 
     def largest(arms: int, within: int) -> int:
         return largest_frontier(config, within, arms=arms, itemsize=itemsize, fused_attention=fused)

@@ -6,6 +6,9 @@ keys and values grow with the context; a Gated DeltaNet layer keeps a state of c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from engine.config import GROUP_SIZE, ModelConfig
 
 SMALLEST_FRONTIER = 256
@@ -13,6 +16,29 @@ SMALLEST_FRONTIER = 256
 
 _SCRATCH_FACTOR = 4
 """Intermediates of a chunk that are alive, or kept by the allocator, at once, in multiples of one layer's."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a run: `weights` once, `caches` of all live arms, `scratch` of one prefill chunk."""
+
+    weights: int
+    caches: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        """All three together: the peak."""
+        return self.weights + self.caches + self.scratch
+
+
+def attention_is_fused(kind: str) -> bool:
+    """Whether to count on prefill attention that keeps no scores, on a device of `kind` (metal, cuda, cpu).
+
+    Not on a Mac. On an M5, MLX has such a kernel for heads of 256, but only from 1,024 queries on, and peaks published
+    for an M5 (see the tests) are those of scores in memory: a run of which this says that it fits must fit.
+    """
+    return kind == "cuda"
 
 
 def packed_bytes(elements: int, bits: int | None, itemsize: int) -> int:
@@ -60,8 +86,8 @@ def scratch_bytes(
 ) -> int:
     """Bytes that a prefill chunk needs for a while, on top of weights and caches.
 
-    Without fused prefill attention (MLX on Metal has none for heads of 256) the scores of a chunk,
-    ``[heads, chunk, positions]``, are an array. The rest is the widest intermediates of a layer, times what is
+    Without fused prefill attention (see `attention_is_fused`) the scores of a chunk, ``[heads, chunk, positions]``,
+    are an array. The rest is the widest intermediates of a layer, times what is
     alive at once; the factor is fitted to published peaks of MLX-LM on a Mac (see the tests).
     """
     c, rows = config, min(chunk, positions)
@@ -71,7 +97,7 @@ def scratch_bytes(
     return scores + _SCRATCH_FACTOR * rows * (experts + delta) * itemsize
 
 
-def run_bytes(
+def run_need(
     config: ModelConfig,
     positions: int,
     *,
@@ -81,8 +107,8 @@ def run_bytes(
     bits: int | None = 4,
     weights: int | None = None,
     fused_attention: bool = False,
-) -> int:
-    """Peak device bytes of a run at a context of `positions` tokens.
+) -> Need:
+    """What a run at a context of `positions` tokens keeps on the device at its peak.
 
     Args:
         arms: sequences alive at once; arms share the weights, each has its own cache, one prefills at a time.
@@ -91,7 +117,12 @@ def run_bytes(
     """
     held = weight_bytes(config, bits, itemsize) if weights is None else weights
     scratch = scratch_bytes(config, positions, chunk, itemsize, fused_attention)
-    return held + arms * cache_bytes(config, positions, itemsize) + scratch
+    return Need(held, arms * cache_bytes(config, positions, itemsize), scratch)
+
+
+def run_bytes(config: ModelConfig, positions: int, **how: Any) -> int:
+    """Peak device bytes of a run; arguments as for `run_need`."""
+    return run_need(config, positions, **how).total
 
 
 def largest_frontier(
@@ -107,7 +138,7 @@ def largest_frontier(
 ) -> int:
     """The largest power-of-two context, from 256 to what the model supports, whose run fits `budget` bytes.
 
-    The keyword arguments are those of `run_bytes`.
+    The keyword arguments are those of `run_need`.
 
     Returns:
         Tokens, or 0 if not even the smallest frontier fits.

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine import memory as memory_of
 from engine.config import ModelConfig
-from engine.memory import cache_bytes, packed_bytes, scratch_bytes, weight_bytes
+from engine.memory import packed_bytes, weight_bytes
 
 GB = 1_000_000_000
 GIB = 1 << 30
@@ -30,7 +30,6 @@ class Machine:
         bandwidth: bytes a second that decode reaches on weights. flops: operations a second that prefill reaches.
         launch_seconds: fixed cost of one decode step.
         slow_scan: whether MLX-LM's Gated DeltaNet runs a token at a time.
-        fused_attention: whether prefill attention at head size 256 runs without materialising its scores.
     """
 
     name: str
@@ -41,7 +40,6 @@ class Machine:
     flops: float
     launch_seconds: float
     slow_scan: bool = False
-    fused_attention: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -92,13 +90,12 @@ def apple(chip: str, memory_gb: float, working_set_bytes: int | None = None) -> 
         bandwidth=peak * GB * _APPLE_SHARE,
         flops=tflops * 1e12,
         launch_seconds=2.5e-3,
-        fused_attention=key.startswith("M5"),
     )
 
 
 def cuda(name: str, memory_bytes: int) -> Machine:
     """A CUDA accelerator; rates are those seen on a data-centre GPU, where a step is bound by its launches."""
-    return Machine(name, "cuda", memory_bytes, int(0.95 * memory_bytes), 1.5e12, 5e13, 6e-3, True, True)
+    return Machine(name, "cuda", memory_bytes, int(0.95 * memory_bytes), 1.5e12, 5e13, 6e-3, True)
 
 
 def cpu(name: str, memory_bytes: int, cores: int = 2) -> Machine:
@@ -199,18 +196,10 @@ def least_work(
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes at one frontier: `weights` once, `caches` of all live arms, `scratch` of one chunk; `limit` to fit in."""
+class Memory(memory_of.Need):
+    """Bytes at one frontier, and the `limit` to fit in."""
 
-    weights: int
-    caches: int
-    scratch: int
     limit: int
-
-    @property
-    def total(self) -> int:
-        """All three together."""
-        return self.weights + self.caches + self.scratch
 
     @property
     def fits(self) -> bool:
@@ -227,13 +216,16 @@ def memory(
         chunk: longest prefill chunk of any arm, in tokens.
         weights: bytes of the checkpoint where known; None computes them from the geometry.
     """
-    size = machine.itemsize
-    return Memory(
-        weights or weight_bytes(config, itemsize=size),
-        arms * cache_bytes(config, frontier, size),
-        scratch_bytes(config, frontier, chunk, size, machine.fused_attention),
-        machine.working_set_bytes,
+    need = memory_of.run_need(
+        config,
+        frontier,
+        arms=arms,
+        chunk=chunk,
+        itemsize=machine.itemsize,
+        weights=weights or None,
+        fused_attention=memory_of.attention_is_fused(machine.kind),
     )
+    return Memory(need.weights, need.caches, need.scratch, machine.working_set_bytes)
 
 
 def largest_frontier(
@@ -247,7 +239,7 @@ def largest_frontier(
         chunk=chunk,
         itemsize=machine.itemsize,
         weights=weights,
-        fused_attention=machine.fused_attention,
+        fused_attention=memory_of.attention_is_fused(machine.kind),
     )
 
 

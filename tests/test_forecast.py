@@ -60,7 +60,7 @@ def test_weights_of_another_packing_scale_the_bytes_of_a_token():
 
 @pytest.mark.parametrize(("frontier", "peak_gb"), [(8192, 21.7), (32_768, 23.8), (65_536, 26.7), (131_072, 32.5)])
 def test_memory_meets_published_peaks_of_one_arm(frontier, peak_gb):
-    forecast = memory(REAL, apple("M4 Max", 128), frontier, arms=1)
+    forecast = memory(REAL, apple("M5 Max", 128), frontier, arms=1)
     assert forecast.total / 1e9 == pytest.approx(peak_gb, abs=0.5)
 
 
@@ -80,8 +80,10 @@ def test_every_live_arm_adds_its_cache_but_no_weights():
     assert two.total - one.total == one.caches == 20_480 * 65_536 + REAL.state_bytes()
 
 
-def test_fused_attention_needs_no_scores():
-    assert memory(REAL, apple("M5 Max", 64), 131_072, 1).scratch < memory(REAL, apple("M4 Max", 64), 131_072, 1).scratch
+def test_scores_are_counted_on_every_mac_and_not_on_cuda():
+    m4, m5 = (memory(REAL, apple(chip, 64), 131_072, 1).scratch for chip in ("M4 Max", "M5 Max"))
+    scores = 16 * 2048 * 131_072 * 2
+    assert m4 == m5 == memory(REAL, cuda("H200", 10**11), 131_072, 1).scratch + scores
 
 
 def test_machine_from_what_the_device_tells():
