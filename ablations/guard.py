@@ -26,6 +26,8 @@ which makes the reduction several times as fast as by large chunks."""
 _PUBLISHED = 192
 """Positions of the published check, reported apart so that the two stand side by side."""
 
+_PUBLISHED_FIGURES = ("perplexity_ratio", "perplexity_ratio_upper", "top1", "kl_mean", "kl_p999")
+
 
 class GuardError(ValueError):
     """Inputs of the guard that do not fit together; the message names them."""
@@ -195,10 +197,8 @@ def _judge_logits(figures: dict[str, np.ndarray], limits: Thresholds) -> Check:
     measured |= _perplexity(figures, limits.batch) | _agreement(figures, limits.near_tie) | _kl(figures, limits)
     if measured["positions"] >= _PUBLISHED:
         first = {key: values[:_PUBLISHED] for key, values in figures.items()}
-        measured["first_192"] = {
-            "perplexity_ratio": _perplexity(first, limits.batch)["perplexity_ratio"],
-            "top1": _agreement(first, limits.near_tie)["top1"],
-        }
+        opening = _perplexity(first, limits.batch) | _agreement(first, limits.near_tie) | _kl(first, limits)
+        measured["first_192"] = {key: opening[key] for key in _PUBLISHED_FIGURES}
     faults = list(_logit_faults(measured, limits))
     if faults:
         return Check("logits", False, "; ".join(faults), measured)

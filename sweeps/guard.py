@@ -34,9 +34,6 @@ Phase = Literal["prefill", "decode"]
 ROWS = 32
 """Decoded rows compared at a time: full-vocabulary logits of more would be large."""
 
-LILY_POSITIONS = 192
-"""Positions that published checks of this model covered; their figures are kept beside the whole."""
-
 LONG = 8192
 """The longer of the two contexts, in tokens."""
 
@@ -91,7 +88,7 @@ def compare_logits(
         contexts: tokens cached before the compared positions. chunk: the timed prefill chunk of the arm.
 
     Returns:
-        The check; its figures hold `contexts`, the first 192 positions, and what the arm executed.
+        The check; its figures hold `contexts` and what the arm executed too.
 
     Raises:
         ValueError: too few tokens.
@@ -100,27 +97,22 @@ def compare_logits(
     if len(tokens) < need:
         raise ValueError(f"the guard needs {need} tokens of text, {len(tokens)} were given")
     limits = thresholds or Thresholds()
-    whole, opening = LogitGuard(limits), LogitGuard(limits)
+    guard = LogitGuard(limits)
     arm.reset_executed()
     for context in contexts:
         _start(arm, tokens[:context])
         arm.reset_executed()
         _start(reference, tokens[:context])
-        at, seen = context, 0
+        at = context
         for piece in _pieces(tokens[context : context + positions], phase, chunk):
             mine = _host(arm.logits(piece, phase))
             theirs, again = _twice(reference, piece, phase)
             targets = tokens[at + 1 : at + 1 + len(piece)]
             theirs, mine, again = _same_width(theirs, mine, again)
-            whole.update(theirs, mine, targets, again)
-            if context == contexts[0] and seen < LILY_POSITIONS:
-                first = slice(0, LILY_POSITIONS - seen)
-                opening.update(theirs[first], mine[first], targets[first], again[first])
-            at, seen = at + len(piece), seen + len(piece)
-    check = whole.result()
-    kept = ("perplexity_ratio", "perplexity_ratio_upper", "top1", "kl_mean", "kl_p999", "positions")
-    first_figures = {key: value for key, value in opening.result().figures.items() if key in kept}
-    extra = {"phase": phase, "contexts": list(contexts), "first_192": first_figures, "executed": paths(arm.executed())}
+            guard.update(theirs, mine, targets, again)
+            at += len(piece)
+    check = guard.result()
+    extra = {"phase": phase, "contexts": list(contexts), "executed": paths(arm.executed())}
     return replace(check, figures=check.figures | extra)
 
 

@@ -60,7 +60,9 @@ def test_honest_rounding_passes_with_figures(text):
     assert figures["positions"] == POSITIONS
     assert abs(figures["perplexity_ratio"] - 1) < 0.001 < figures["perplexity_ratio_upper"]
     assert figures["top1_outside_ties"] == 1 and 0 < figures["near_ties"] < POSITIONS
-    assert set(figures["first_192"]) == {"perplexity_ratio", "top1"}
+    opening = judged({key: values[:192] for key, values in text.items()}, rounded(text["reference"], 2)[:192]).figures
+    assert figures["first_192"].keys() == {"perplexity_ratio", "perplexity_ratio_upper", "top1", "kl_mean", "kl_p999"}
+    assert figures["first_192"] == {key: opening[key] for key in figures["first_192"]}
     json.dumps(check.to_dict())
 
 
