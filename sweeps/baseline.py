@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -168,25 +169,45 @@ def plain_tokenizer() -> Any:
 
 
 def verdict(ours: Sequence[Rates], theirs: Sequence[Rates], tolerance: float = TOLERANCE) -> dict[str, Any]:
-    """Medians of both, their ratio by phase, and whether each is within `tolerance`."""
+    """Medians of both, the median ratio of trials side by side, and whether that is within `tolerance`, by phase."""
     made: dict[str, Any] = {"name": "stream_generate", "tolerance": tolerance, "passed": True, "reason": None}
     faults = []
     for phase in ("prefill", "decode"):
         mine = statistics.median(getattr(r, phase) for r in ours)
         other = statistics.median(getattr(r, phase) for r in theirs)
-        made[phase] = {"sweep": mine, "stream_generate": other, "ratio": mine / other}
-        if abs(mine / other - 1) > tolerance:
+        ratio = math.exp(statistics.median(_log_ratios(ours, theirs, phase)))
+        made[phase] = {"sweep": mine, "stream_generate": other, "ratio": ratio}
+        if abs(ratio - 1) > tolerance:
             faults.append(f"{phase}: {mine:.4g} tok/s by this clock, {other:.4g} by stream_generate")
     if faults:
         made |= {"passed": False, "reason": "; ".join(faults)}
     return made
 
 
-def compare_rates(job: Job, frontier: int | None = None, tokens: int = 32, trials: int = 5) -> dict[str, Any]:
+def settled(ours: Sequence[Rates], theirs: Sequence[Rates], tolerance: float = TOLERANCE) -> bool:
+    """Whether the median ratios are known to within half of `tolerance`: a matter of their scatter, not of their value."""
+    for phase in ("prefill", "decode"):
+        logs = _log_ratios(ours, theirs, phase)
+        middle = statistics.median(logs)
+        deviation = 1.4826 * statistics.median(abs(value - middle) for value in logs)
+        # 95 % half-width of a median of normal values, their spread taken from the median deviation.
+        if 1.96 * 1.2533 * deviation / math.sqrt(len(logs)) > tolerance / 2:
+            return False
+    return True
+
+
+def _log_ratios(ours: Sequence[Rates], theirs: Sequence[Rates], phase: str) -> list[float]:
+    return [math.log(getattr(a, phase) / getattr(b, phase)) for a, b in zip(ours, theirs, strict=True)]
+
+
+def compare_rates(
+    job: Job, frontier: int | None = None, tokens: int = 32, trials: int = 5, most: int = 40
+) -> dict[str, Any]:
     """Time MLX-LM both ways on the job's model, trials interleaved, in this process.
 
     Args:
         frontier: prompt length; default the job's smallest prefill frontier.
+        trials: pairs to begin with. most: pairs after which it ends where a noisy machine leaves the ratios unsettled.
 
     Raises:
         SubjectError, SubjectUnsupported: the model cannot be loaded by MLX-LM.
@@ -207,7 +228,9 @@ def compare_rates(job: Job, frontier: int | None = None, tokens: int = 32, trial
     subject = MlxLm(shared.lm_model, shared.config)
     clock, tokenizer = SystemClock(), plain_tokenizer()
     ours, theirs = [], []
-    for trial in range(trials + 1):
+    for trial in range(most + 1):
+        if trial > trials and settled(ours[1:], theirs[1:]):
+            break
         prompt = prompts.take(length, trial)
         for turn in (trial, trial + 1):  # who goes first alternates
             if turn % 2:
@@ -217,7 +240,7 @@ def compare_rates(job: Job, frontier: int | None = None, tokens: int = 32, trial
             mx.synchronize()
     ours, theirs = ours[1:], theirs[1:]  # the first pair warmed both up
     samples = {"sweep": [asdict(r) for r in ours], "stream_generate": [asdict(r) for r in theirs]}
-    scope = {"frontier": length, "tokens": tokens, "trials": trials, "chunk": subject.chunk}
+    scope = {"frontier": length, "tokens": tokens, "trials": len(ours), "chunk": subject.chunk}
     return verdict(ours, theirs) | scope | {"samples": samples}
 
 
