@@ -293,8 +293,9 @@ class Forecast:
         weights = self.weights_bytes * chunks / self.machine.bandwidth
         seconds = prefill_flops(self.config, tokens) / self.machine.flops + weights + 0.01 * chunks
         if subject == "mlx_lm" and self.machine.slow_scan:
-            # Without a fused Gated DeltaNet the scan is a loop over tokens in Python: about 60 us a layer and token.
-            seconds += tokens * len(self.config.linear_layers) * 6e-5
+            # Without a fused Gated DeltaNet the scan is a loop over tokens in Python, a dozen launches a layer and token.
+            each = 1.1e-4 if self.machine.kind == "cuda" else 6e-5
+            seconds += tokens * len(self.config.linear_layers) * each
         return seconds
 
     def decode(self, arm: str, position: int, tokens: int) -> float:
