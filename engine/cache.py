@@ -2,7 +2,8 @@
 
 Arrays, one per layer of their kind, all in `Cache.state` (a plain dict, so that a compiled step can capture it):
     keys, values: ``[1, kv heads, capacity, head_dim]`` in the activation type; rows from `position` on are stale;
-    recurrent: float32 ``[1, value heads, value dim, key dim]``; conv: ``[1, kernel - 1, conv_dim]``;
+    recurrent: float32 ``[1, value heads, value dim, key dim]``; conv: the last ``kernel - 1`` rows, oldest first, each
+    ``[1, 1, conv_dim]`` an array of its own, so that a step moves on by one without copying any;
     position: int32 ``[1]``, the number of tokens in the cache; token: uint32 ``[1]``, the next token to feed.
 
 Keys and values are append-only, so a snapshot is a length and references to the constant part: nothing is copied,
@@ -31,7 +32,7 @@ class Snapshot:
 
     position: int
     recurrent: tuple[mx.array, ...]
-    conv: tuple[mx.array, ...]
+    conv: tuple[tuple[mx.array, ...], ...]
 
 
 class Cache:
@@ -58,9 +59,11 @@ class Cache:
         """Empty: no positions, zero state. The room for keys and values is kept; its rows are stale."""
         c = self.config
         state = (1, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim)
-        window = (1, c.linear_conv_kernel_dim - 1, c.conv_dim)
         self.state["recurrent"] = [mx.zeros(state, mx.float32) for _ in c.linear_layers]
-        self.state["conv"] = [mx.zeros(window, self.dtype) for _ in c.linear_layers]
+        row = (1, 1, c.conv_dim)
+        self.state["conv"] = [
+            [mx.zeros(row, self.dtype) for _ in range(c.linear_conv_kernel_dim - 1)] for _ in c.linear_layers
+        ]
         self.seek(0)
 
     @property
@@ -76,7 +79,7 @@ class Cache:
     def arrays(self) -> list[mx.array]:
         """All arrays, for evaluation."""
         s = self.state
-        return [*s["keys"], *s["values"], *s["recurrent"], *s["conv"], s["position"], s["token"]]
+        return [*s["keys"], *s["values"], *s["recurrent"], *sum(s["conv"], []), s["position"], s["token"]]
 
     def reserve(self, positions: int) -> None:
         """Make room for `positions` in all, rounded up to a multiple of `step`; one layer is copied at a time."""
@@ -106,7 +109,7 @@ class Cache:
 
     def snapshot(self) -> Snapshot:
         """A restore point of the sequence as it is now."""
-        return Snapshot(self.position, tuple(self.state["recurrent"]), tuple(self.state["conv"]))
+        return Snapshot(self.position, tuple(self.state["recurrent"]), tuple(map(tuple, self.state["conv"])))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Back to a snapshot of this sequence, bit for bit.
@@ -120,7 +123,7 @@ class Cache:
                 "restore only a prefix of the sequence that is cached"
             )
         self.state["recurrent"] = list(snapshot.recurrent)
-        self.state["conv"] = list(snapshot.conv)
+        self.state["conv"] = [list(rows) for rows in snapshot.conv]
         self.seek(snapshot.position)
 
     # -- canonical form --------------------------------------------------------------------
@@ -137,7 +140,7 @@ class Cache:
             "keys": mx.stack([k[0, :, :n] for k in s["keys"]]),
             "values": mx.stack([v[0, :, :n] for v in s["values"]]),
             "state": mx.concatenate(s["recurrent"]),
-            "conv": mx.concatenate(s["conv"]),
+            "conv": mx.concatenate([mx.concatenate(rows, axis=1) for rows in s["conv"]]),
         }
         mx.eval(made)
         return made
@@ -158,7 +161,7 @@ class Cache:
         for i in range(len(self.state["recurrent"])):
             # Contiguous copies: a slice would keep the whole stacked array alive.
             self.state["recurrent"][i] = mx.contiguous(arrays["state"][i][None].astype(mx.float32))
-            self.state["conv"][i] = mx.contiguous(arrays["conv"][i][None].astype(self.dtype))
+            self.state["conv"][i] = conv_rows(arrays["conv"][i][None].astype(self.dtype))
         self.seek(n)
         mx.eval(self.arrays())
 
@@ -203,6 +206,11 @@ class Cache:
         return [int(t) for t in metadata.get("tokens", "").split()]  # type: ignore[union-attr]
 
 
+def conv_rows(window: mx.array) -> list[mx.array]:
+    """Rows ``[1, n, conv_dim]`` as n arrays ``[1, 1, conv_dim]`` of their own memory."""
+    return [mx.contiguous(window[:, i : i + 1]) for i in range(window.shape[1])]
+
+
 class ExactView:
     """How a pass that knows its position on the host reads and writes a cache.
 
@@ -221,12 +229,12 @@ class ExactView:
         s["values"][i][..., self.start : self.end, :] = v
         return s["keys"][i][..., : self.end, :], s["values"][i][..., : self.end, :]
 
-    def recurrent(self, layer: int) -> tuple[mx.array, mx.array]:
+    def recurrent(self, layer: int) -> tuple[list[mx.array], mx.array]:
         """Convolution rows and recurrent state of a layer."""
         s, i = self.cache.state, self.cache.linear_index[layer]
         return s["conv"][i], s["recurrent"][i]
 
-    def set_recurrent(self, layer: int, conv: mx.array, state: mx.array) -> None:
+    def set_recurrent(self, layer: int, conv: list[mx.array], state: mx.array) -> None:
         """Replace them."""
         s, i = self.cache.state, self.cache.linear_index[layer]
         s["conv"][i], s["recurrent"][i] = conv, state

@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.cache import Cache, ExactView, Snapshot, TracedView, bucket_for
+from engine.cache import Cache, ExactView, Snapshot, TracedView, bucket_for, conv_rows
 from engine.config import EngineConfig, ModelConfig
 from engine.device import activation_dtype, device_kind
 from engine.model import Boundary, Model, no_wait
@@ -471,10 +471,11 @@ class Engine:
                 if given is not None and position:
                     s[name][at][..., :position, :] = given[..., :position, :].astype(self.dtype)
         elif state is not None:
-            s["conv"][at], s["recurrent"][at] = state[0].astype(self.dtype), state[1].astype(mx.float32)
+            s["conv"][at], s["recurrent"][at] = conv_rows(state[0].astype(self.dtype)), state[1].astype(mx.float32)
         scratch.position = position
         out = self.model.layer(index, h.astype(self.dtype), ExactView(scratch, rows))
-        return out, (s[names[0]][at], s[names[1]][at])
+        first, second = s[names[0]][at], s[names[1]][at]
+        return out, (first if full else mx.concatenate(first, axis=1), second)
 
     # -- proof -----------------------------------------------------------------------------
 

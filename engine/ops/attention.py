@@ -9,6 +9,7 @@ each row's own are masked, so that one traced step serves every position below n
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -19,13 +20,22 @@ SPLIT_CHUNK = 256
 """Positions per part when keys are split in chunks."""
 
 
+@lru_cache(maxsize=64)
+def _count(n: int) -> mx.array:
+    """``0 … n-1``, kept evaluated: made afresh it is a launch in every layer."""
+    made = mx.arange(n)
+    mx.eval(made)
+    return made
+
+
 def _visible(rows: int, n: int, position: mx.array | None) -> mx.array | None:
     """Boolean ``[rows, n]``: which keys each row sees; None if all see all."""
     if position is None:
         if rows == 1:
             return None
         position = mx.array([n - rows], dtype=mx.int32)
-    return mx.arange(n)[None] <= position + mx.arange(rows)[:, None]
+    last = position if rows == 1 else position + _count(rows)[:, None]
+    return _count(n)[None] <= last
 
 
 def attention_reference(
@@ -73,8 +83,8 @@ def attention_matmul(
     kv, n = keys.shape[1], keys.shape[2]
     # Squeezed, never indexed: an integer index is a gather, and here a copy of the whole cache.
     k, v = keys.squeeze(0), values.squeeze(0)
-    packed = (q * scale).reshape(kv, heads // kv * rows, dim)
-    scores = (packed @ k.swapaxes(-1, -2)).reshape(kv, heads // kv, rows, n)
+    packed = q.reshape(kv, heads // kv * rows, dim)
+    scores = (packed @ k.swapaxes(-1, -2)).reshape(kv, heads // kv, rows, n) * scale
     visible = _visible(rows, n, position)
     if visible is not None:
         scores = mx.where(visible, scores, mx.finfo(scores.dtype).min)

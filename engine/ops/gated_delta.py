@@ -2,8 +2,8 @@
 
 Arguments, ``T`` new rows:
     qkv ``[1, T, conv_dim]`` before the convolution, laid out queries | keys | values;
-    z ``[1, T, value_dim]`` output gate; b, a ``[1, T, value heads]``; conv ``[1, 3, conv_dim]`` the last three rows of
-    `qkv` before this call; state float32 ``[1, value heads, value dim, key dim]``; w the layer's weights;
+    z ``[1, T, value_dim]`` output gate; b, a ``[1, T, value heads]``; conv the last three rows of `qkv`
+    before this call, oldest first, each ``[1, 1, conv_dim]``; state float32 ``[1, value heads, value dim, key dim]``; w the layer's weights;
     sizes ``(key heads, key dim, value heads, value dim)``.
 Returns ``(out [1, T, value_dim], new conv, new state)``.
 
@@ -26,7 +26,8 @@ from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import GatedDelta, Matrix
 
 Sizes = tuple[int, int, int, int]
-Result = tuple[mx.array, mx.array, mx.array]
+Rows = list[mx.array]
+Result = tuple[mx.array, Rows, mx.array]
 # (q, k [1, T, key heads, dk], v [1, T, value heads, dv], log g, β float32 [1, T, value heads], state) -> (o, state)
 Core = Callable[[mx.array, mx.array, mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
@@ -34,31 +35,24 @@ CHUNK = 64
 """Rows that the chunked form handles as one block; the inverse's depth is log2 of it."""
 
 
-def _convolve(qkv: mx.array, conv: mx.array, w: GatedDelta) -> tuple[mx.array, mx.array]:
+def _convolve(qkv: mx.array, conv: Rows, w: GatedDelta) -> tuple[mx.array, Rows]:
     """Causal depthwise convolution and SiLU, float32: ``([1, T, conv_dim], new conv rows)``."""
     taps, rows = w.conv.shape[1], qkv.shape[1]
     # Slices, not integer indices: those are gathers, a launch each.
     kernel = mx.split(w.conv.squeeze(-1).T, taps)
     if rows == 1:
-        # One row reads the kept rows where they lie: joining them first would be two more launches.
-        parts = [conv[:, tap : tap + 1] for tap in range(taps - 1)] + [qkv]
-        kept = mx.concatenate([conv[:, 1:], qkv.astype(conv.dtype)], axis=1)
+        # Each kept row is an array of its own: moving on by one row copies nothing.
+        parts = [*conv, qkv]
+        kept = [*conv[1:], qkv]
     else:
-        window = mx.concatenate([conv.astype(qkv.dtype), qkv], axis=1)
+        window = mx.concatenate([*conv, qkv], axis=1)
         parts = [window[:, tap : tap + rows] for tap in range(taps)]
-        kept = _last_rows(window, qkv, conv)
+        # Copies: a slice would keep the whole window alive in the cache.
+        kept = [mx.contiguous(window[:, -n : window.shape[1] - n + 1]) for n in range(taps - 1, 0, -1)]
     mixed = parts[0].astype(mx.float32) * kernel[0]
     for tap in range(1, taps):
         mixed = mixed + parts[tap].astype(mx.float32) * kernel[tap]
     return mixed * mx.sigmoid(mixed), kept
-
-
-def _last_rows(window: mx.array, qkv: mx.array, conv: mx.array) -> mx.array:
-    """The rows that the next call's convolution needs; own memory, or a slice would keep the whole window alive."""
-    keep, rows = conv.shape[1], qkv.shape[1]
-    if rows >= keep:
-        return mx.contiguous(window[:, rows:])
-    return mx.concatenate([conv[:, rows:].astype(qkv.dtype), qkv], axis=1)
 
 
 def _split(mixed: mx.array, sizes: Sizes) -> tuple[mx.array, mx.array, mx.array]:
@@ -93,9 +87,9 @@ def _log_decay(a: mx.array, w: GatedDelta) -> mx.array:
     return -mx.exp(w.a_log) * mx.logaddexp(raised, mx.array(0.0))
 
 
-def _gated_norm(o: mx.array, z: mx.array, w: GatedDelta) -> mx.array:
+def _gated_norm(o: mx.array, z: mx.array, w: GatedDelta, eps: float = 1e-6) -> mx.array:
     """``RMSNorm(o) · silu(z)``, normalised per head: ``[1, T, heads, dv] -> [1, T, value_dim]``."""
-    normed = mx.fast.rms_norm(o.astype(mx.float32), None, 1e-6) * w.norm
+    normed = mx.fast.rms_norm(o.astype(mx.float32), None, eps) * w.norm
     gate = z.reshape(o.shape).astype(mx.float32)
     return (normed * gate * mx.sigmoid(gate)).astype(z.dtype).reshape(z.shape)
 
@@ -108,7 +102,7 @@ def _layer(core: Core) -> Callable[..., Result]:
         z: mx.array,
         b: mx.array,
         a: mx.array,
-        conv: mx.array,
+        conv: Rows,
         state: mx.array,
         w: GatedDelta,
         sizes: Sizes,
@@ -123,10 +117,10 @@ def _layer(core: Core) -> Callable[..., Result]:
 
 
 def gated_delta_reference(
-    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: mx.array, state: mx.array, w: GatedDelta, sizes: Sizes
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: Rows, state: mx.array, w: GatedDelta, sizes: Sizes
 ) -> Result:
     """Everything in float32, the recurrence token by token as written above; only the result is rounded."""
-    mixed, conv_out = _convolve(qkv.astype(mx.float32), conv, w)
+    mixed, conv_out = _convolve(qkv.astype(mx.float32), [row.astype(mx.float32) for row in conv], w)
     key_heads, dim, value_heads, value_dim = sizes
     q, k, v = mx.split(mixed, [key_heads * dim, 2 * key_heads * dim], axis=-1)
     q = _unit(q.reshape(1, -1, key_heads, dim)) * dim**-0.5
@@ -136,7 +130,7 @@ def gated_delta_reference(
     normed = o * mx.rsqrt((o * o).mean(axis=-1, keepdims=True) + 1e-6) * w.norm.astype(mx.float32)
     gate = z.reshape(o.shape).astype(mx.float32)
     out = (normed * gate * mx.sigmoid(gate)).reshape(z.shape)
-    return out.astype(z.dtype), conv_out.astype(qkv.dtype), state
+    return out.astype(z.dtype), [row.astype(qkv.dtype) for row in conv_out], state
 
 
 def _step(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array):
@@ -147,19 +141,32 @@ def _step(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
     return (state * q[..., None, :]).sum(axis=-1), state
 
 
-def _single(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
-    """One token as two matrix-vector products around one update: ``S k`` needs no decayed copy of S first."""
-    key_heads, dim, heads = q.shape[2], q.shape[3], v.shape[2]
-    # The states of all value heads of a key head as the rows of one matrix: no key is repeated for the product.
-    rows = state.reshape(key_heads, -1, dim)
-    by_head = (1, heads, -1, 1)
-    g, beta = mx.exp(log_g).reshape(1, heads, 1, 1), beta.reshape(1, heads, 1, 1)
-    seen = (rows @ k.reshape(key_heads, dim, 1)).reshape(by_head)
-    delta = beta * (v.reshape(by_head) - g * seen)
-    spread = mx.broadcast_to(k.reshape(key_heads, 1, 1, dim), (key_heads, heads // key_heads, 1, dim))
-    state = g * state + delta * spread.reshape(1, heads, 1, dim)
-    out = state.reshape(key_heads, -1, dim) @ q.reshape(key_heads, dim, 1)
-    return out.reshape(1, 1, heads, -1), state
+def _single(
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: Rows, state: mx.array, w: GatedDelta, sizes: Sizes
+) -> Result:
+    """One token in few launches: two matrix-vector products around one elementwise update.
+
+    ``S k`` is taken before the decay, which then needs no copy of S of its own. Value heads stay grouped by key head,
+    so no key is repeated. Constant factors of q and k are moved to where a multiplication is free: k's into the
+    update, q's into the ε of the norm that follows, which is blind to scale but for it.
+    """
+    key_heads, dim, value_heads, value_dim = sizes
+    group, width = value_heads // key_heads, key_heads * dim
+    mixed, conv = _convolve(qkv, conv, w)
+    heads, v = mx.split(mixed, [2 * width], axis=-1)
+    unit = mx.fast.rms_norm(heads.reshape(2, key_heads, dim), None, 1e-6 / dim)  # of length dim ** 0.5
+    q, k = (x.reshape(key_heads, dim, 1) for x in mx.split(unit, 2))
+    each = (key_heads, group, 1, 1)
+    # Reshaped after, not before: MLX fuses at most eleven operations deep, and this would be cut in four.
+    g = mx.exp(_log_decay(a, w)).reshape(each)
+    beta = mx.sigmoid(b.reshape(each).astype(mx.float32))
+    seen = (state.reshape(key_heads, -1, dim) @ k).reshape(key_heads, group, value_dim, 1) * dim**-0.5
+    delta = beta * (v.reshape(key_heads, group, value_dim, 1) - g * seen)
+    updated = g * state.reshape(key_heads, group, value_dim, dim) + delta * (
+        k.reshape(key_heads, 1, 1, dim) * dim**-0.5
+    )
+    out = (updated.reshape(key_heads, -1, dim) @ q).reshape(1, 1, value_heads, value_dim)  # dim times the read-out
+    return _gated_norm(out, z, w, 1e-6 * dim**2), conv, updated.reshape(state.shape)
 
 
 def _recurrence(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array):
@@ -213,8 +220,6 @@ def _chunked(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.ar
     differences of logarithms, masked before exp.
     """
     rows = q.shape[1]
-    if rows == 1:
-        return _single(q, k, v, log_g, beta, state)
     length = min(CHUNK, 1 << (rows - 1).bit_length())
     pad = -rows % length
     chunks = (rows + pad) // length
@@ -252,6 +257,17 @@ def _chunked(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.ar
     return o[:, :rows], state
 
 
+_scan = _layer(_chunked)
+
+
+def gated_delta_chunked(
+    qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: Rows, state: mx.array, w: GatedDelta, sizes: Sizes
+) -> Result:
+    """Chunks of 64 rows as matrix products; a single row by `_single`."""
+    run = _single if qkv.shape[1] == 1 else _scan
+    return run(qkv, z, b, a, conv, state, w, sizes)
+
+
 def _fast_supports(case: Case | None, device: str) -> str | None:
     if device == "cpu":
         return "MLX's gated_delta_update kernel needs a GPU; on a CPU MLX composes it token by token"
@@ -261,7 +277,7 @@ def _fast_supports(case: Case | None, device: str) -> str | None:
 def _inputs(case: Case, dtype: mx.Dtype, seed: int):
     key_heads, value_heads, rows, dim = case["key_heads"], case["value_heads"], case["rows"], 128
     conv_dim = (2 * key_heads + value_heads) * dim
-    keys = iter(mx.random.split(mx.random.key(seed), 12))
+    keys = iter(mx.random.split(mx.random.key(seed), 14))
 
     def normal(*shape: int) -> mx.array:
         return mx.random.normal(shape, key=next(keys)).astype(dtype)
@@ -281,7 +297,7 @@ def _inputs(case: Case, dtype: mx.Dtype, seed: int):
         normal(1, rows, value_heads * dim),
         normal(1, rows, value_heads),
         a,
-        normal(1, 3, conv_dim),
+        [normal(1, 1, conv_dim) for _ in range(3)],
         state,
         w,
         (key_heads, dim, value_heads, dim),
@@ -304,7 +320,7 @@ GATED_DELTA = declare(
                 Variant("reference", gated_delta_reference, "float32 throughout, token by token"),
                 Variant("recurrence", _layer(_recurrence), "the recurrence in mx ops, token by token"),
                 Variant("mlx", _layer(_fast), "mx.fast.gated_delta_update", _fast_supports),
-                Variant("chunked", _layer(_chunked), "WY form: chunks of 64 rows as matrix products"),
+                Variant("chunked", gated_delta_chunked, "WY form: chunks of 64 rows as matrix products"),
             )
         },
         cases=(

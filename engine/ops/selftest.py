@@ -39,7 +39,9 @@ def comparable(result: Any) -> list[mx.array]:
         order = mx.argsort(result.ids, axis=-1)
         ids = mx.take_along_axis(result.ids, order, axis=-1)
         return [ids, mx.take_along_axis(result.weights, order, axis=-1)]
-    return list(result) if isinstance(result, (tuple, list)) else [result]
+    if not isinstance(result, (tuple, list)):
+        return [result]
+    return [array for part in result for array in comparable(part)]
 
 
 def case_error(op: Op, variant: Variant, case: Case, dtype: mx.Dtype, seed: int = 0, **settings: Any) -> float:
