@@ -324,6 +324,10 @@ class EngineConfig:
         return _digest(self.to_dict())
 
 
+_MAY_BE_ZERO = frozenset({"draft_vocab", "min_context"})
+"""Numbers for which 0 means something; all others count from 1."""
+
+
 def _build(cls: Any, values: dict[str, Any], where: str) -> Any:
     import typing
 
@@ -348,6 +352,9 @@ def _build(cls: Any, values: dict[str, Any], where: str) -> Any:
                 value = str(value)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise ConfigError(f"{where}.{name}={value!r}: must be of type {kind.__name__}")
+            least = 0 if name in _MAY_BE_ZERO else 1
+            if kind is int and value < least:
+                raise ConfigError(f"{where}.{name}={value!r}: must be at least {least}")
             made[name] = value
     return cls(**made)
 

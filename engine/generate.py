@@ -153,6 +153,7 @@ class Engine:
         h = None
         for start in range(0, total, chunk):
             h = self._pass(tokens[start : start + chunk])
+            self.ops.recorder.record("prefill_pass", self.engine.prefill.submission, f"chunk={chunk}")
             if progress is not None or start + chunk >= total:
                 mx.eval(h, self.cache.arrays())
                 if progress is not None:
@@ -226,6 +227,7 @@ class Engine:
         ids.append(int(pending.popleft().item()))  # pyright: ignore[reportArgumentType]
         if clock is not None:
             stamps.append(clock())
+        self.ops.recorder.record("token_feedback", self.engine.decode.feedback)
         if self.engine.decode.feedback == "host":
             self.cache.state["token"] = mx.array([ids[-1]], dtype=mx.uint32)
 
@@ -243,6 +245,7 @@ class Engine:
 
     def _advance(self, scores: bool) -> mx.array:
         self.cache.reserve(self.position + 1)
+        self.ops.recorder.record("decode_step", self.trace)
         if self.trace == "step":
             out = self._traced_step(scores)
         else:
@@ -480,7 +483,11 @@ class Engine:
     # -- proof -----------------------------------------------------------------------------
 
     def executed(self) -> list[dict[str, Any]]:
-        """``[{op, variant, tile, calls}]`` since the last reset."""
+        """``[{op, variant, tile, calls}]`` since the last reset.
+
+        Beside the ops: ``prefill_pass`` (its submission and chunk), ``decode_step`` (how it was traced) and
+        ``token_feedback`` (where the token came from).
+        """
         return self.ops.recorder.executed()
 
     def reset_executed(self) -> None:

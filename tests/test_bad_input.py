@@ -75,6 +75,8 @@ def refused(capsys, *words: str) -> str:
         (["subject=llama_bench"], "subject.binary"),
         (["budget=1s", "probe=false"], "budget"),
         (["part=5s"], "part=5s"),
+        (["engine.prefill.chunk=0"], "engine.prefill.chunk=0"),
+        (["engine.cache.step=-5"], "engine.cache.step=-5"),
     ],
 )
 def test_words(words, said, capsys):

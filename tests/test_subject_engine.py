@@ -7,8 +7,10 @@ import dataclasses
 import mlx.core as mx
 import pytest
 
+from ablations.arms import TOGGLES
 from engine.config import EngineConfig
 from engine.synthetic import tiny_config, write_checkpoint
+from sweeps import toggles
 from sweeps.points import Arm, Job
 from sweeps.subjects import make, share
 from sweeps.subjects.base import SubjectError, SubjectUnsupported
@@ -187,3 +189,30 @@ def test_arm_that_cannot_be_made_is_named(arm, words, shared):
 def test_mlx_lm_needs_the_shared_model():
     with pytest.raises(SubjectError, match="shared model"):
         make(BASELINE, job({}, BASELINE))
+
+
+TOGGLED = {
+    "packed_dequant": {"off": ("linear", "expanded"), "packed": ("linear", "mlx")},
+    "gpu_routing": {"off": ("route", "host"), "device": ("route", "mlx")},
+    "single_submission": {"off": ("prefill_pass", "layer"), "chunk": ("prefill_pass", "chunk")},
+    "gdn_scan": {"recurrence": ("gated_delta", "recurrence"), "chunked": ("gated_delta", "chunked")},
+    "device_token": {"off": ("token_feedback", "host"), "device": ("token_feedback", "device")},
+    "prefill_chunk": {"512": ("prefill_pass", "chunk=512"), "4096": ("prefill_pass", "chunk=4096")},
+    "kv_split": {"off": ("decode_attention", "none"), "split": ("decode_attention", "chunks")},
+    "fixed_block_layout": {"off": ("decode_attention", "chunks"), "blocks": ("decode_attention", "blocks")},
+    "step_trace": {"eager": ("decode_step", "eager"), "layer": ("decode_step", "layer"), "step": ("decode_step", "step")},
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, t in TOGGLES.items() for v in t.settings])
+def test_a_toggle_shows_in_what_was_executed_or_says_why_it_cannot_run(shared, name, value):
+    arm = Arm("a", "engine", toggles.apply(EngineConfig().to_dict(), {name: value}, {}).to_dict())
+    try:
+        subject = make(arm, job(shared.spec, arm), shared)
+    except SubjectUnsupported as error:
+        assert "cannot run here: " in str(error)
+        return
+    subject.decode(subject.prefill(PROMPT[:8]).next_token, 2)
+    ran = {(line["op"], word) for line in subject.executed() for word in (line["variant"], line["tile"])}
+    wanted = TOGGLED.get(name, {}).get(value)
+    assert wanted is None or wanted in ran
