@@ -1,6 +1,6 @@
 """The sweep: from a command line to a report. `python -m sweeps [COMMAND] [key=value …]`
 
-    python -m sweeps                                       the embedded toy model, two minutes
+    python -m sweeps                                       the embedded toy model, under three minutes
     python -m sweeps model=qwen3.6-35b sweep=ten           the run that people come for
     python -m sweeps ablation=packed_dequant               one question
     python -m sweeps -m ablation=packed_dequant,gdn_scan   several, one after another
