@@ -24,8 +24,8 @@ class Cell:
 
     low, high: 10th and 90th percentile over windows. session_medians: median rate of each session.
     bytes_per_second, flops_per_second: least bytes and least arithmetic over time, median. bandwidth: of the device,
-    bytes a second. peak_flops: its arithmetic on one large product. gap: None, or why there is no number; `reason` then says more. partial: what
-    befell some of its windows, while others count.
+    bytes a second. peak_flops: its arithmetic on one large product. gap: None, or why there is no number; `reason`
+    then says more. partial: what befell some of its windows, while others count.
     """
 
     arm: str

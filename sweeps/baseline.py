@@ -185,7 +185,7 @@ def verdict(ours: Sequence[Rates], theirs: Sequence[Rates], tolerance: float = T
 
 
 def settled(ours: Sequence[Rates], theirs: Sequence[Rates], tolerance: float = TOLERANCE) -> bool:
-    """Whether the median ratios are known to within half of `tolerance`: a matter of their scatter, not of their value."""
+    """Whether the median ratios are known to half of `tolerance`: a matter of their scatter, not of their value."""
     for phase in ("prefill", "decode"):
         logs = _log_ratios(ours, theirs, phase)
         middle = statistics.median(logs)
@@ -250,10 +250,11 @@ def check(job_file: Path, frontier: int | None = None, timeout: float = 600.0) -
     Returns:
         Its result; a failure of that process is a result that did not pass, with the reason.
     """
-    line = [sys.executable, "-m", "sweeps.baseline", str(job_file)]
+    line = [sys.executable, "-m", "sweeps.baseline", str(job_file.resolve())]
     line += ["--frontier", str(frontier)] if frontier else []
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, check=False)
+        root = Path(__file__).resolve().parent.parent
+        done = subprocess.run(line, cwd=root, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return {"name": "stream_generate", "passed": False, "reason": f"not done after {timeout:.0f} s"}
     if done.returncode != 0:

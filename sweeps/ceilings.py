@@ -1,4 +1,4 @@
-"""What the device can do at best, measured for a moment in each session, so that a rate has something to be held against.
+"""What the device can do at best, measured for a moment in each session, for a rate to be held against.
 
 A copy gives the memory bandwidth and a square product the arithmetic. They are what a program like this one can
 reach, a little under what the maker states.

@@ -90,7 +90,8 @@ class Request:
         engine_fields: dotted engine fields set by hand. toggles: toggles set by hand.
         model: the model group as composed; ``reference`` of kind ``custom`` is what followed ``model=``.
         frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
-        budget_seconds, cap_seconds: limits of the whole run and of one prefill. part_seconds: of one invocation, or None.
+        budget_seconds, cap_seconds: limits of the whole run and of one prefill.
+        part_seconds: limit of one invocation, or None.
         config: everything composed, for the record.
     """
 

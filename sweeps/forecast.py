@@ -293,7 +293,7 @@ class Forecast:
         weights = self.weights_bytes * chunks / self.machine.bandwidth
         seconds = prefill_flops(self.config, tokens) / self.machine.flops + weights + 0.01 * chunks
         if subject == "mlx_lm" and self.machine.slow_scan:
-            # Without a fused Gated DeltaNet the scan is a loop over tokens in Python, a dozen launches a layer and token.
+            # Without a fused Gated DeltaNet the scan is a loop over tokens in Python, a dozen launches for each.
             each = 1.1e-4 if self.machine.kind == "cuda" else 6e-5
             seconds += tokens * len(self.config.linear_layers) * each
         return seconds

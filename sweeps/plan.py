@@ -608,6 +608,6 @@ def gigabytes(size: float) -> str:
 
 def spell_time(seconds: float) -> str:
     """Seconds for people."""
-    if seconds < 100:
+    if seconds < 180:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

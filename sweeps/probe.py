@@ -20,6 +20,9 @@ from sweeps.points import Job
 from sweeps.store import read_job, write_job
 from sweeps.subjects.base import Prefilled, Subject, SubjectUnsupported
 
+ROOT = Path(__file__).resolve().parent.parent
+"""Folder that the child starts in, so that it finds this project whatever folder the command was given in."""
+
 TIMEOUT_SECONDS = 300
 
 CPU_LENGTHS, LENGTHS = (128, 512), (256, 2048)
@@ -45,7 +48,7 @@ def take(job: Job, folder: Path) -> Probe | None:
         start = clock.now_ns()
         try:
             child = [sys.executable, "-m", "sweeps.probe", str(path)]
-            done = subprocess.run(child, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            done = subprocess.run(child, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             return None
         spent = (clock.now_ns() - start) / 1e9

@@ -200,7 +200,7 @@ TOGGLED = {
     "prefill_chunk": {"512": ("prefill_pass", "chunk=512"), "4096": ("prefill_pass", "chunk=4096")},
     "kv_split": {"off": ("decode_attention", "none"), "split": ("decode_attention", "chunks")},
     "fixed_block_layout": {"off": ("decode_attention", "chunks"), "blocks": ("decode_attention", "blocks")},
-    "step_trace": {"eager": ("decode_step", "eager"), "layer": ("decode_step", "layer"), "step": ("decode_step", "step")},
+    "step_trace": {value: ("decode_step", value) for value in ("eager", "layer", "step")},
 }
 
 
