@@ -353,7 +353,7 @@ def _build(cls: Any, values: dict[str, Any], where: str) -> Any:
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise ConfigError(f"{where}.{name}={value!r}: must be of type {kind.__name__}")
             least = 0 if name in _MAY_BE_ZERO else 1
-            if kind is int and value < least:
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ConfigError(f"{where}.{name}={value!r}: must be at least {least}")
             made[name] = value
     return cls(**made)

@@ -53,7 +53,7 @@ def test_runs_of_another_machine_version_or_model_do_not_count(tmp_path):
     other = run(tmp_path / "model", [[0.01] * 2])
     write_job(dataclasses.replace(other, model=other.model | {"weights_hash": "w"}))
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "job.json").write_text("{")
+    (tmp_path / "broken" / "job.json").write_text("{", encoding="utf-8")
     assert [found.job.run_dir for found in calibration.beside(own)] == [str(tmp_path / "same")]
 
 

@@ -322,7 +322,7 @@ def test_a_run_that_was_unpacked_elsewhere_goes_on_there(tmp_path):
     first = made("sweep=borrowed", launch=tmp_path / "here").job
     there = tmp_path / "there" / "reports" / "runs" / first.run_id
     write_job(first, there / "job.json")
-    (there / "report.md").write_text("so far")
+    (there / "report.md").write_text("so far", encoding="utf-8")
     again = made("sweep=borrowed", launch=tmp_path / "there").job
     assert again.run_dir == str(there)
     assert plan.interrupted(again) == dataclasses.replace(first, run_dir=str(there))
