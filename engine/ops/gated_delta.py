@@ -3,8 +3,8 @@
 Arguments, ``T`` new rows:
     qkv ``[1, T, conv_dim]`` before the convolution, laid out queries | keys | values;
     z ``[1, T, value_dim]`` output gate; b, a ``[1, T, value heads]``; conv the last three rows of `qkv`
-    before this call, oldest first, each ``[1, 1, conv_dim]``; state float32 ``[1, value heads, value dim, key dim]``; w the layer's weights;
-    sizes ``(key heads, key dim, value heads, value dim)``.
+    before this call, oldest first, each ``[1, 1, conv_dim]``; state float32 ``[1, value heads, value dim, key dim]``;
+    w the layer's weights; sizes ``(key heads, key dim, value heads, value dim)``.
 Returns ``(out [1, T, value_dim], new conv, new state)``.
 
 Per value head h, which reads key head ``h // (value heads / key heads)``, with
