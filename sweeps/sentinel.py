@@ -18,7 +18,12 @@ LEAST_MARGIN = 0.03
 WAIT_SECONDS = 120.0
 LONG_WAIT_SECONDS = 600.0
 LONG_FRONTIER = 65_536
-PAUSE_SECONDS = 2.0
+FIRST_PAUSE_SECONDS, PAUSE_SECONDS = 0.25, 2.0
+"""Waits grow from the first to the last: a short disturbance is not paid for with a long pause."""
+
+SPIN_UP = 5
+"""Untimed runs before each reading on an accelerator: an idle GPU clocks down, and a reading after the host was busy, or
+after a pause, would show that and not heat. On an H200 such readings once cost a minute of waiting in four."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Sentinel:
 
     Attributes:
         kernel: does the fixed work and waits for it. may_wait: whether to wait for a slow machine (accelerators).
+        most_wait: seconds a block may be waited for at most, whatever the frontier; a run with little time sets it.
         best_ns, margin: the session's best median, and the share above it that still counts as cool.
         series: every reading in ns, in order.
     """
@@ -43,6 +49,7 @@ class Sentinel:
     kernel: Callable[[], None]
     clock: Clock
     may_wait: bool
+    most_wait: float = LONG_WAIT_SECONDS
     best_ns: int = 0
     margin: float = LEAST_MARGIN
     series: list[int] = field(default_factory=list)
@@ -57,13 +64,13 @@ class Sentinel:
 
     def before_block(self, frontier: int) -> Reading:
         """Time the kernel; on an accelerator wait until it is within the margin (120 s at most, 600 s from 64K)."""
-        limit = LONG_WAIT_SECONDS if frontier >= LONG_FRONTIER else WAIT_SECONDS
-        waited = 0.0
+        limit = min(LONG_WAIT_SECONDS if frontier >= LONG_FRONTIER else WAIT_SECONDS, self.most_wait)
+        waited, pause = 0.0, FIRST_PAUSE_SECONDS
         ns = self._read()
         while self.may_wait and self._slow(ns) and waited < limit:
-            pause = min(PAUSE_SECONDS, limit - waited)
+            pause = min(pause, limit - waited)
             self.clock.sleep(pause)
-            waited += pause
+            waited, pause = waited + pause, min(2 * pause, PAUSE_SECONDS)
             ns = self._read()
         self.best_ns = min(self.best_ns or ns, ns)
         return Reading(ns, waited, self._slow(ns))
@@ -72,6 +79,8 @@ class Sentinel:
         return bool(self.best_ns) and ns > self.best_ns * (1 + self.margin)
 
     def _read(self) -> int:
+        for _ in range(SPIN_UP if self.may_wait else 0):
+            self.kernel()
         times = []
         while len(times) < REPEATS:
             try:

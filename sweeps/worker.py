@@ -212,7 +212,9 @@ def _sentinel(job: Job, clock: Clock, machine: Mapping[str, Any]) -> sentinel.Se
     kind = str(machine.get("device_kind"))
     accelerator = kind in ("metal", "cuda") and any(arm.subject != "stub" for arm in job.arms)
     kernel = sentinel.device_kernel(kind) if accelerator else sentinel.cpu_kernel()
-    return sentinel.Sentinel(kernel, clock, may_wait=accelerator)
+    # A twentieth of a session's budget is the most that one block may spend on waiting.
+    most = job.budget_seconds / max(job.sessions, 1) / 20 if job.budget_seconds > 0 else sentinel.LONG_WAIT_SECONDS
+    return sentinel.Sentinel(kernel, clock, may_wait=accelerator, most_wait=most)
 
 
 def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | None]]:

@@ -10,7 +10,7 @@ import pytest
 
 from sweeps import environment
 from sweeps.clock import ManualClock
-from sweeps.sentinel import Sentinel, cpu_kernel, device_kernel
+from sweeps.sentinel import REPEATS, SPIN_UP, Sentinel, cpu_kernel, device_kernel
 
 ROOT = Path(__file__).parent.parent
 
@@ -175,6 +175,27 @@ def test_a_hot_machine_is_waited_for_so_long_and_then_flagged(frontier, limit):
     assert (reading.waited, reading.hot) == (limit, True)
 
 
+def test_a_short_run_waits_no_longer_than_it_can_afford():
+    """On a borrowed GPU a quarter of a run's time once went into waiting for a kernel that idling had slowed."""
+    clock, pace = ManualClock(), [1_000_000]
+    sentinel = beat(clock, pace)
+    sentinel.most_wait = 7.0
+    pace[0] = 1_100_000
+    assert sentinel.before_block(65_536).waited == 7.0
+
+
+def test_a_kernel_that_only_idled_is_not_waited_for():
+    clock, pace, idle = ManualClock(), [1_000_000], [0]
+    sentinel = beat(clock, pace)
+
+    def waking() -> None:
+        idle[0] += 1
+        clock.advance(1_300_000 if idle[0] <= SPIN_UP else 1_000_000)
+
+    sentinel.kernel = waking
+    assert sentinel.before_block(256).waited == 0.0
+
+
 def test_waiting_ends_when_the_kernel_is_back():
     clock, pace = ManualClock(), [1_000_000]
     sentinel = beat(clock, pace)
@@ -192,7 +213,7 @@ def test_the_margin_is_three_percent_or_three_times_the_spread():
 
     def uneven() -> None:
         count[0] += 1
-        clock.advance(1_000_000 + 50_000 * (count[0] // 5 % 2))
+        clock.advance(1_000_000 + 50_000 * (count[0] // (SPIN_UP + REPEATS) % 2))
 
     wide = Sentinel(uneven, clock, True)
     wide.warm_up()
