@@ -22,8 +22,8 @@ FIRST_PAUSE_SECONDS, PAUSE_SECONDS = 0.25, 2.0
 """Waits grow from the first to the last: a short disturbance is not paid for with a long pause."""
 
 SPIN_UP = 5
-"""Untimed runs before each reading on an accelerator: an idle GPU clocks down, and a reading after the host was busy, or
-after a pause, would show that and not heat. On an H200 such readings once cost a minute of waiting in four."""
+"""Untimed runs before each reading on an accelerator: an idle GPU clocks down, and a reading after the host was busy,
+or after a pause, would show that and not heat. On an H200 such readings once cost a minute of waiting in four."""
 
 
 @dataclass(frozen=True)
