@@ -22,7 +22,7 @@ from sweeps.plan import stopped_early
 from sweeps.points import Arm, Job, Point
 from sweeps.rows import SampleRow
 from sweeps.schedule import Cell
-from sweeps.store import RETRY, Store, write_job, write_whole
+from sweeps.store import RETRY, Store, Tables, write_job, write_whole
 from sweeps.worker import STOPPED, in_flight_path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,16 +62,17 @@ def run(job: Job) -> int:
             path = write_job(job)
             sessions(job, path, SystemClock())
             sound = check_baseline(job, path)
+    except KeyboardInterrupt:
+        # What was measured so far is worth a report; only then is the stop passed on.
+        if answer(job).samples:
+            report(job)
+        raise
     except BadJob:
         return 2
     except (DeviceBusy, environment.PowerRefused) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    store = Store(job.run_dir)
-    tables = store.read()
-    for row in contrast_rows(job, tables.samples, calibration.beside(job)):
-        if row not in tables.contrasts:
-            store.append(row)
+    tables = answer(job)
     failed = [row for row in tables.samples if row.status in FAILURES]
     for row in failed[:20]:
         print(f"{row.phase} {row.frontier} {row.arm}: {row.status}: {row.reason}", file=sys.stderr)
@@ -79,6 +80,16 @@ def run(job: Job) -> int:
         print("this part is over and the run is not: give the same command again", file=sys.stderr)
     built = report(job)
     return 0 if sound and built and not failed else 1
+
+
+def answer(job: Job) -> Tables:
+    """Answer every contrast from the rows there are, keep the answers, and return the tables read."""
+    store = Store(job.run_dir)
+    tables = store.read()
+    for row in contrast_rows(job, tables.samples, calibration.beside(job)):
+        if row not in tables.contrasts:
+            store.append(row)
+    return tables
 
 
 def sessions(job: Job, path: Path, clock: Clock) -> None:
