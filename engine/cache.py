@@ -4,7 +4,8 @@ Arrays, one per layer of their kind, all in `Cache.state` (a plain dict, so that
     keys, values: ``[1, kv heads, capacity, head_dim]`` in the activation type; rows from `position` on are stale;
     recurrent: float32 ``[1, value heads, value dim, key dim]``; conv: the last ``kernel - 1`` rows, oldest first, each
     ``[1, 1, conv_dim]`` an array of its own, so that a step moves on by one without copying any;
-    position: int32 ``[1]``, the number of tokens in the cache; token: uint32 ``[1]``, the next token to feed.
+    position: int32 ``[1]``, the number of tokens in the cache; token: uint32 ``[1]``, the next token to feed;
+    finite: bool ``[1]``, whether every logit chosen since the last reset was finite.
 
 Keys and values are append-only, so a snapshot is a length and references to the constant part: nothing is copied,
 and what lies past the restored length is overwritten before it can be read.
@@ -49,10 +50,14 @@ class Cache:
         self.attention_index = {layer: i for i, layer in enumerate(config.attention_layers)}
         self.linear_index = {layer: i for i, layer in enumerate(config.linear_layers)}
         # One dict for the cache's whole life: compiled steps capture it.
-        rows = (1, config.num_key_value_heads, 0, config.head_dim)
-        layers = len(config.attention_layers)
-        self.state: dict[str, Any] = {name: [mx.zeros(rows, dtype)] * layers for name in ("keys", "values")}
-        self.state["token"] = mx.zeros((1,), mx.uint32)
+        self.state: dict[str, Any] = {"token": mx.zeros((1,), mx.uint32)}
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Empty, and no room kept: after a fault stale rows may be NaN, which even a masked position lets through."""
+        rows = (1, self.config.num_key_value_heads, 0, self.config.head_dim)
+        for name in ("keys", "values"):
+            self.state[name] = [mx.zeros(rows, self.dtype)] * len(self.config.attention_layers)
         self.reset()
 
     def reset(self) -> None:
@@ -64,6 +69,7 @@ class Cache:
         self.state["conv"] = [
             [mx.zeros(row, self.dtype) for _ in range(c.linear_conv_kernel_dim - 1)] for _ in c.linear_layers
         ]
+        self.state["finite"] = mx.array([True])
         self.seek(0)
 
     @property
@@ -79,7 +85,7 @@ class Cache:
     def arrays(self) -> list[mx.array]:
         """All arrays, for evaluation."""
         s = self.state
-        return [*s["keys"], *s["values"], *s["recurrent"], *sum(s["conv"], []), s["position"], s["token"]]
+        return [*s["keys"], *s["values"], *s["recurrent"], *sum(s["conv"], []), s["position"], s["token"], s["finite"]]
 
     def reserve(self, positions: int) -> None:
         """Make room for `positions` in all, rounded up to a multiple of `step`; one layer is copied at a time."""

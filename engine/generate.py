@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -24,6 +24,10 @@ from engine.ops import VariantUnsupported, bind
 from engine.weights import Weights
 
 Progress = Callable[[int, int], None]
+
+
+MOST_TRACES = 8
+"""Compiled steps kept at once, one per bucket of positions."""
 
 
 class NonFinite(RuntimeError):
@@ -195,7 +199,15 @@ class Engine:
 
     def _finite(self, logits: mx.array) -> None:
         if not mx.isfinite(logits).all().item():
-            raise NonFinite(f"a logit at position {self.position - 1} is not finite; the weights or a kernel are wrong")
+            self._give_up(f"a logit at position {self.position - 1}")
+
+    def _all_finite(self) -> None:
+        if not self.cache.state["finite"].item():
+            self._give_up(f"a logit before position {self.position}")
+
+    def _give_up(self, what: str) -> NoReturn:
+        self.cache.wipe()
+        raise NonFinite(f"{what} is not finite; the weights or a kernel are wrong")
 
     # -- decode ----------------------------------------------------------------------------
 
@@ -221,6 +233,7 @@ class Engine:
         while pending:
             self._hand_over(pending, ids, stamps, clock)
         mx.eval(self.cache.arrays())
+        self._all_finite()
         return (ids, stamps) if clock is not None else ids
 
     def _hand_over(self, pending: deque[mx.array], ids: list[int], stamps: list[int], clock: Any) -> None:
@@ -265,15 +278,17 @@ class Engine:
 
     def _choose(self, h: mx.array, scores: bool) -> mx.array:
         """The step's end: logits, and unless they are the result, the next token (and the logarithms if asked)."""
-        logits = self.model.head(h).squeeze(0)
+        state, logits = self.cache.state, self.model.head(h).squeeze(0)
+        token = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.uint32)
+        # One row gone bad makes every logit NaN, so the chosen one tells; read back when the tokens are.
+        state["finite"] = state["finite"] & mx.isfinite(mx.take_along_axis(logits, token, axis=-1)).squeeze(-1)
         if scores:
             return logits
         if self.engine.decode.logprobs:
             logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            self.cache.state["logprobs"] = logits
-        token = mx.argmax(logits, axis=-1).astype(mx.uint32)
-        self.cache.state["token"] = token
-        return token
+            state["logprobs"] = logits
+        state["token"] = token.squeeze(-1)
+        return state["token"]
 
     def _traced_step(self, scores: bool) -> mx.array:
         bucket = min(bucket_for(self.position + 1), self.cache.capacity)
@@ -283,6 +298,9 @@ class Engine:
             state["logprobs"] = mx.zeros((1, self.vocabulary), self.dtype)
         if key not in self._steps:
             tally: dict = {}
+            while len(self._steps) >= MOST_TRACES:
+                # The oldest goes: a long decode passes through many buckets and comes back to few.
+                self._steps.pop(next(iter(self._steps)))
 
             def run() -> mx.array:
                 out = self._recorded(tally, lambda: self._choose(self._traced_pass(bucket), scores))
@@ -329,6 +347,8 @@ class Engine:
                 state["position"], state[first][at], state[second][at] = held
                 return out, *made
 
+            while len(self._layers) >= MOST_TRACES * self.config.num_hidden_layers:
+                self._layers.pop(next(iter(self._layers)))
             self._layers[key] = mx.compile(run), tally
         compiled, tally = self._layers[key]
 
@@ -375,34 +395,41 @@ class Engine:
 
         A stop id ends the stream and is not yielded. The token stays on the device from draw to feed; the next
         step is submitted before the last token is read.
+
+        Raises:
+            ValueError: as `prefill`. NonFinite: a step's logits are NaN or infinite.
         """
         stops, key = frozenset(stop_ids), mx.random.key(0 if seed is None else seed)
         room = self.config.max_position_embeddings - self.position - len(tokens)
         limit = min(max_tokens, room)
-        self.prefill(tokens[:-1], last=False) if len(tokens) > 1 else None
+        if len(tokens) > 1:
+            self.prefill(tokens[:-1], last=False)
         self._check(tokens[-1:])
         self.cache.state["token"] = mx.array([tokens[-1]], dtype=mx.uint32)
         draw = self._draws(sampling, key)
         ahead = next(draw) if limit > 0 else None
         for index in range(limit):
             assert ahead is not None
-            current, ahead = ahead, (next(draw) if index + 1 < limit else None)
+            (current, finite), ahead = ahead, (next(draw) if index + 1 < limit else None)
             token = int(current.item())  # pyright: ignore[reportArgumentType]
+            if not finite.item():
+                self._give_up(f"a logit of token {index + 1}")
             if token in stops:
                 return
             yield token
 
-    def _draws(self, sampling: Sampling, key: mx.array) -> Iterator[mx.array]:
+    def _draws(self, sampling: Sampling, key: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
+        """Tokens in flight, each with the flag that its logits were finite."""
+        state = self.cache.state
         while True:
             if sampling.temperature == 0:
-                yield self.step()
+                yield self.step(), state["finite"]
                 continue
             logits = self.score()
             key, now = mx.random.split(key)
-            token = sample(logits, sampling, now)
-            self.cache.state["token"] = token
-            mx.async_eval(token)
-            yield token
+            state["token"] = sample(logits, sampling, now)
+            mx.async_eval(state["token"])
+            yield state["token"], state["finite"]
 
     def logits(self, tokens: Sequence[int], phase: str = "prefill") -> mx.array:
         """Teacher-forced logits float32 ``[len(tokens), vocabulary]``; the cache advances.

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from engine.config import DecodeConfig, EngineConfig, PrefillConfig
-from engine.generate import Engine, NonFinite, Sampling, sample
+from engine.generate import MOST_TRACES, Engine, NonFinite, Sampling, sample
 from engine.synthetic import make_weights, tiny_config
 
 TINY = tiny_config(4)
@@ -119,6 +119,32 @@ def test_a_non_finite_logit_stops_the_run(weights):
     engine = make(type(weights).from_tensors(TINY, broken))
     with pytest.raises(NonFinite, match="not finite"):
         engine.prefill(IDS[:4])
+
+
+@pytest.mark.parametrize("trace", ["eager", "layer", "step"])
+def test_a_state_gone_bad_stops_a_decode_and_a_stream(weights, trace):
+    """NaN in one layer's state once made an engine go on with noise at full speed."""
+    engine = make(weights, decode=DecodeConfig(trace=trace))
+    engine.prefill(IDS[:20])
+    engine.cache.state["recurrent"][1] = engine.cache.state["recurrent"][1] * float("nan")
+    with pytest.raises(NonFinite, match="not finite"):
+        engine.decode(5, 4)
+    engine.reset()
+    stream = engine.generate(IDS[:20], 8)
+    next(stream)
+    engine.cache.state["recurrent"][1] = engine.cache.state["recurrent"][1] * float("nan")
+    with pytest.raises(NonFinite, match="not finite"):
+        list(stream)
+
+
+def test_traces_are_kept_in_bounded_number(weights):
+    engine = make(weights, decode=DecodeConfig(trace="layer"))
+    engine.prefill(IDS[:5])
+    engine.cache.reserve(3000)
+    for position in range(10, 3000, 256):
+        engine.cache.seek(position)
+        engine.decode(5, 1)
+    assert len(engine._layers) <= MOST_TRACES * TINY.num_hidden_layers
 
 
 def test_bad_sampling_settings_are_refused():
