@@ -162,8 +162,8 @@ DECODE_ATTENTION = _op(
         ),
     ),
     (_case(1, 1), _case(1, 63), _case(1, 512, at=300), _case(1, 768, kv=1, at=0), _case(5, 77), _case(8, 512, at=200)),
-    # On CUDA the masked form of MLX's op is no fused kernel; packed products read each key once.
-    same_order(("mlx",), cuda_decode=("matmul", "mlx")),
+    # On CUDA and on a CPU the masked form of MLX's op is no fused kernel; packed products read each key once.
+    same_order(("mlx",), cuda_decode=("matmul", "mlx"), cpu_decode=("matmul",)),
 )
 
 PREFILL_ATTENTION = _op(
