@@ -154,16 +154,19 @@ class Engine:
         chunk, total = self.engine.prefill.chunk, len(tokens)
         # Filled before the pass, so that growth is never part of a chunk's own work.
         self.cache.reserve(self.position + total)
-        h = None
+        h = before = None
         for start in range(0, total, chunk):
-            h = self._pass(tokens[start : start + chunk])
+            before, h = h, self._pass(tokens[start : start + chunk])
             self.ops.recorder.record("prefill_pass", self.engine.prefill.submission, f"chunk={chunk}")
             if progress is not None or start + chunk >= total:
                 mx.eval(h, self.cache.arrays())
                 if progress is not None:
                     progress(min(start + chunk, total), total)
             else:
-                mx.async_eval(self.cache.arrays())
+                mx.async_eval(h, self.cache.arrays())
+                if before is not None:
+                    # At most two chunks in flight: the host would run ahead and hold the scratch of all of them.
+                    mx.eval(before)
         if not last:
             return None
         assert h is not None
@@ -272,7 +275,7 @@ class Engine:
 
     def _token_pass(self) -> mx.array:
         view = ExactView(self.cache, 1)
-        h = self.model(self.cache.state["token"], view, self._boundary())
+        h = self.model(self.cache.state["token"], view)
         self.cache.advance(1)
         return h
 
@@ -324,7 +327,6 @@ class Engine:
         bucket = min(bucket_for(self.position + 1), self.cache.capacity)
         for index in range(self.config.num_hidden_layers):
             h = self._layer_step(index, bucket)(h)
-            self._boundary()(h)
         self.cache.advance(1)
         return h
 
