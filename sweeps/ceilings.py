@@ -19,6 +19,9 @@ _COPY_ITEMS = {"cpu": 1 << 24, "metal": 1 << 26, "cuda": 1 << 28}
 _SIZE = {"cpu": 1024, "metal": 4096, "cuda": 8192}
 """Rows of the square matrices."""
 
+_CHAIN = {"cpu": 1, "metal": 8, "cuda": 8}
+"""Copies, or products, in one window: on a GPU a single one would be measured with its launch and the wait for it."""
+
 
 def measure(kind: str, clock: Clock) -> dict[str, float]:
     """Best of a few repeats of a copy and of a product on MLX's default device; well under a second in all.
@@ -33,12 +36,15 @@ def measure(kind: str, clock: Clock) -> dict[str, float]:
         return {}
     import mlx.core as mx
 
-    items, size = _COPY_ITEMS[kind], _SIZE[kind]
+    items, size, chain = _COPY_ITEMS[kind], _SIZE[kind], _CHAIN[kind]
     matrix = mx.random.normal((size, size), key=mx.random.key(0)).astype(mx.float32 if kind == "cpu" else mx.bfloat16)
     mx.eval(matrix)
     copied = _best(clock, _copy(kind, items), mx.synchronize)
-    multiplied = _best(clock, lambda: mx.eval(matrix @ matrix), mx.synchronize)
-    made = {"bandwidth_bytes_per_second": (2 * 4 * items, copied), "flops_per_second": (2 * size**3, multiplied)}
+    multiplied = _best(clock, lambda: mx.eval([matrix @ matrix for _ in range(chain)]), mx.synchronize)
+    made = {
+        "bandwidth_bytes_per_second": (chain * 2 * 4 * items, copied),
+        "flops_per_second": (chain * 2 * size**3, multiplied),
+    }
     mx.clear_cache()
     return {name: amount / (best / 1e9) for name, (amount, best) in made.items() if best}
 
@@ -56,7 +62,14 @@ def _copy(kind: str, items: int) -> Callable[[], Any]:
 
     source = mx.ones((items,), mx.float32)
     mx.eval(source)
-    return lambda: mx.eval(source + 1.0)
+
+    def work() -> None:
+        made = source
+        for _ in range(_CHAIN[kind]):
+            made = made + 1.0
+        mx.eval(made)
+
+    return work
 
 
 def _best(clock: Clock, work: Callable[[], Any], drain: Callable[[], None]) -> int:
