@@ -9,10 +9,16 @@ USAGE = """usage: python -m engine COMMAND [ARGUMENTS]
 
   doctor [--all] [--json]  what this machine can run; self-test of every variant
   fetch [mtp]              the real checkpoint, at its pinned revision
-  chat, serve              reserved; not in this version"""
+  chat [--help]            talk to a model in the terminal
+  serve [--help]           an OpenAI-compatible API on one model"""
 
-_MODULES = {"doctor": "engine.doctor", "fetch": "engine.fetch"}
-_ABSENT = ("chat", "serve")
+_MODULES = {
+    "doctor": "engine.doctor",
+    "fetch": "engine.fetch",
+    "chat": "engine.serve.chat",
+    "serve": "engine.serve.server",
+}
+_EXTRAS = {"serve": ("h11", "pydantic", "starlette", "uvicorn")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,15 +28,19 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE)
         return 0 if args else 2
     command, rest = args[0], args[1:]
-    if command in _ABSENT:
-        print(f"{command} is not in this version", file=sys.stderr)
-        return 2
     if command not in _MODULES:
-        print(f"engine: no command {command!r}; there are: {', '.join((*_MODULES, *_ABSENT))}", file=sys.stderr)
+        print(f"engine: no command {command!r}; there are: {', '.join(_MODULES)}", file=sys.stderr)
         return 2
     try:
         # By name: the doctor has something to say also where MLX, and so the other modules, cannot be imported.
         return importlib.import_module(_MODULES[command]).main(rest)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRAS.get(command, ()):
+            raise
+        print(
+            f"{command}: {error.name} is not installed: pip install -c constraints.txt -e '.[serve]'", file=sys.stderr
+        )
+        return 2
     except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
