@@ -1,0 +1,137 @@
+"""`decode_attention` by our own kernels: the variant `metal`, one text for Metal and CUDA.
+
+Its settings choose template instances, so that each can be switched: how many query heads share a fetch, how positions
+are divided, and whether a simdgroup's lanes read neighbouring words.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from engine.kernels import loader
+from engine.kernels.loader import SIMD, KernelError, Launch
+
+if TYPE_CHECKING:
+    # The ops import their kernels, so at run time this must not import the ops.
+    from engine.ops.registry import Case
+
+TOPIC = "attention_decode"
+HEAD_DIM = 256
+CHUNK = 256
+"""Positions per part when keys are split in chunks."""
+HEADS = ("8", "4", "2", "1")
+SPLITS = ("none", "chunks", "blocks")
+LANES = ("coalesced", "apart")
+SPLIT_SIMDGROUPS = 4
+MERGE_SIMDGROUPS = 8
+_LOG2_E = 1.4426950408889634
+
+
+def supports(case: Case | None, device: str) -> str | None:
+    """Needs a GPU."""
+    return None if device in ("metal", "cuda") else "the kernel runs on Metal and CUDA, not on a CPU"
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, dtype: mx.Dtype) -> mx.array:
+    """``[1]``, kept evaluated: made afresh it is a launch in every layer."""
+    made = mx.array([value], dtype=dtype)
+    mx.eval(made)
+    return made
+
+
+def heads_per_fetch(heads: str, group: int) -> int:
+    """Query heads that share a fetch: `heads`, or for ``"best"`` as many as the group of a key/value head allows.
+
+    Raises:
+        KernelError: `heads` is no such number, or does not divide the group.
+    """
+    if heads == "best":
+        return next(int(h) for h in HEADS if group % int(h) == 0)
+    if heads not in HEADS or group % int(heads):
+        raise KernelError(f"decode_attention.heads={heads}: {group} query heads share a key/value head; take a divisor")
+    return int(heads)
+
+
+def attention_metal(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    position: mx.array | None = None,
+    *,
+    heads: str = "best",
+    split: str = "best",
+    lanes: str = "best",
+    blocks: int = 128,
+) -> mx.array:
+    """Softmax attention of 1 to 8 new rows; arguments and result as the op says, head_dim 256.
+
+    Every key and value is read once per `heads` query heads and row. Keys and values may be the used part of a larger
+    cache; an input whose last axis is not dense gives NaN.
+
+    heads: query heads that share a fetch: ``1``, ``2``, ``4``, ``8``; ``best`` is as many as divide the group.
+    split: ``none`` (one part, one launch), ``chunks`` (256 positions each, their number grows with the cache) or
+        ``blocks`` (`blocks` parts, their length grows); ``best`` is ``blocks``.
+    lanes: ``coalesced`` (neighbouring 16-byte words; also ``best``) or ``apart``.
+
+    Raises:
+        KernelError: another head_dim, types that differ, or a setting that does not exist.
+    """
+    _, n_heads, rows, dim = q.shape
+    kv_heads, n = keys.shape[1], keys.shape[2]
+    split, lanes = "blocks" if split == "best" else split, "coalesced" if lanes == "best" else lanes
+    if dim != HEAD_DIM or not q.dtype == keys.dtype == values.dtype:
+        raise KernelError(
+            f"decode_attention=metal takes head_dim {HEAD_DIM} and one type, "
+            f"not {dim} and {q.dtype}, {keys.dtype}, {values.dtype}"
+        )
+    if split not in SPLITS or lanes not in LANES or blocks < 1:
+        raise KernelError(f"decode_attention=metal has no split={split} lanes={lanes} blocks={blocks}")
+    packed = heads_per_fetch(heads, n_heads // kv_heads)
+    parts = {"none": 1, "chunks": -(-n // CHUNK), "blocks": blocks}[split]
+    final = parts == 1
+    kernel = loader.load(TOPIC)["split"]
+    partial, sums = loader.launch(
+        Launch(
+            kernel,
+            (
+                q,
+                keys,
+                values,
+                _constant(n - rows, mx.int32) if position is None else position,
+                _constant(scale * _LOG2_E, mx.float32),
+            ),
+            kernel.arguments(
+                T=q.dtype,
+                O=q.dtype if final else mx.float32,
+                G=packed,
+                SIMDGROUPS=SPLIT_SIMDGROUPS,
+                CHUNK=CHUNK if split == "chunks" else 0,
+                COALESCED=lanes == "coalesced",
+                FINAL=final,
+            ),
+            grid=(parts * SPLIT_SIMDGROUPS * SIMD, n_heads // packed, rows),
+            threadgroup=(SPLIT_SIMDGROUPS * SIMD, 1, 1),
+            shapes=[(n_heads, rows, parts, HEAD_DIM), (n_heads, rows, parts, 2)],
+            dtypes=[q.dtype if final else mx.float32, mx.float32],
+        )
+    )
+    if final:
+        return partial.reshape(1, n_heads, rows, HEAD_DIM)
+    kernel = loader.load(TOPIC)["merge"]
+    (out,) = loader.launch(
+        Launch(
+            kernel,
+            (partial, sums),
+            kernel.arguments(T=q.dtype, SIMDGROUPS=MERGE_SIMDGROUPS),
+            grid=(2 * MERGE_SIMDGROUPS * SIMD, n_heads * rows, 1),
+            threadgroup=(MERGE_SIMDGROUPS * SIMD, 1, 1),
+            shapes=[(n_heads, rows, HEAD_DIM)],
+            dtypes=[q.dtype],
+        )
+    )
+    return out.reshape(1, n_heads, rows, HEAD_DIM)

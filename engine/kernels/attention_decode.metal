@@ -1,0 +1,257 @@
+// Decode attention: softmax(q kᵀ · scale) v of a few new rows over the cache, head_dim 256, for the variant `metal` of
+// the op `decode_attention` (attention.py). Positions are divided into parts; `split` gives every part its own
+// unnormalised sum, its largest score and its sum of weights in float32, and `merge` adds the parts up.
+//
+// q [1, heads, rows, 256], keys and values [1, kv heads, n, 256] of T; strides are read, so that the used part of a
+// larger cache is taken as it lies, but the last axis must be dense and rows must start on 16 bytes. position int32
+// [1] is the cache position of the first row: row r sees keys 0 … position + r. scale float32 [1] holds
+// scale · log2(e), since weights are powers of two.
+
+// kernel: split
+// inputs: q keys values position scale
+// dense: position scale
+// outputs: partial sums
+// template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL
+//
+// partial [heads, rows, parts, 256] of O, sums float32 [heads, rows, parts, 2] = (largest score, sum of weights).
+// Grid: parts × (heads / G) × rows threadgroups of SIMDGROUPS simdgroups.
+// T       type of q, keys and values.
+// G       query heads (of one key/value head) that share every fetch of a key and a value: 1, 2, 4 or 8.
+// CHUNK   positions of a part; 0: the positions seen are divided evenly among the parts of the grid.
+// COALESCED  lanes read neighbouring 16-byte words of a row; otherwise apart, each lane walking a row of its own.
+// FINAL   there is one part: O is T and partial the finished rows.
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint index = thread_index_in_threadgroup;
+const uint part = threadgroup_position_in_grid.x;
+const uint group = threadgroup_position_in_grid.y;
+const uint row = threadgroup_position_in_grid.z;
+REFUSE_UNLESS(
+    q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1, partial, O,
+    index + part + group + row == 0u)
+
+const uint kv_head = group * uint(G) / (uint(q_shape[1]) / uint(keys_shape[1]));
+const device T* q_row = q + group * uint(G) * q_strides[1] + row * q_strides[2];
+const device T* key_rows = keys + kv_head * keys_strides[1];
+const device T* value_rows = values + kv_head * values_strides[1];
+
+const uint n = uint(keys_shape[2]);
+const uint seen = uint(position[0]) + row + 1u < n ? uint(position[0]) + row + 1u : n;
+const uint parts = threadgroups_per_grid.x;
+const uint length = CHUNK > 0 ? uint(CHUNK) : (seen + parts - 1u) / parts;
+const uint first = part * length;
+const uint end = first + length < seen ? first + length : seen;
+
+// A lane holds 8 of a row's 256 numbers: one 16-byte word of a 16-bit type, two of float32.
+constexpr int PER_WORD = 16 / int(sizeof(T));
+constexpr int WORDS = 8 / PER_WORD;
+constexpr float NOTHING = -1.0e30f;
+THREADGROUP_ARRAY(float, shared_q, COALESCED ? 1 : G * 256);
+THREADGROUP_ARRAY(float, shared_out, SIMDGROUPS * 256);
+THREADGROUP_ARRAY(float, shared_largest, SIMDGROUPS * G);
+THREADGROUP_ARRAY(float, shared_weight, SIMDGROUPS * G);
+
+float out[G][8];
+UNROLL for (int g = 0; g < G; ++g) {
+  UNROLL for (int i = 0; i < 8; ++i) out[g][i] = 0.0f;
+}
+
+if constexpr (COALESCED) {
+  constexpr int ROWS = 4;
+  constexpr int SCORES = ROWS * G;
+  float query[G][8];
+  UNROLL for (int g = 0; g < G; ++g) {
+    UNROLL for (int w = 0; w < WORDS; ++w) {
+      load_word(q_row + g * q_strides[1] + (w * 32 + int(lane)) * PER_WORD, query[g] + w * PER_WORD);
+    }
+    UNROLL for (int i = 0; i < 8; ++i) query[g][i] *= scale[0];
+  }
+  // Of the scores of ROWS positions and G heads the lane keeps number `lane % SCORES`, head `lane % G`.
+  float largest = NOTHING;
+  float weight_sum = 0.0f;
+  for (uint base = first + simdgroup * uint(ROWS); base < end; base += uint(SIMDGROUPS * ROWS)) {
+    float value[ROWS][8];
+    float score[SCORES];
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      float key[8];
+      UNROLL for (int i = 0; i < 8; ++i) {
+        key[i] = 0.0f;
+        value[r][i] = 0.0f;
+      }
+      if (base + uint(r) < end) {
+        UNROLL for (int w = 0; w < WORDS; ++w) {
+          const uint at = (uint(w) * 32u + lane) * uint(PER_WORD);
+          load_word(key_rows + (base + uint(r)) * keys_strides[2] + at, key + w * PER_WORD);
+          load_word(value_rows + (base + uint(r)) * values_strides[2] + at, value[r] + w * PER_WORD);
+        }
+      }
+      UNROLL for (int g = 0; g < G; ++g) {
+        float dot = 0.0f;
+        UNROLL for (int i = 0; i < 8; ++i) dot = multiply_add(query[g][i], key[i], dot);
+        score[r * G + g] = dot;
+      }
+    }
+    float mine = simd_sum_each<SCORES>(score, lane);
+    if (base + (lane % uint(SCORES)) / uint(G) >= end) mine = NOTHING;
+    float top = mine;
+    UNROLL for (int mask = G; mask < SCORES; mask *= 2) {
+      const float other = simd_shuffle_xor(top, ushort(mask));
+      top = other > top ? other : top;
+    }
+    top = top > largest ? top : largest;
+    const float fade = exp2_of(largest - top);
+    const float weight = exp2_of(mine - top);
+    largest = top;
+    weight_sum = multiply_add(weight_sum, fade, weight);
+    UNROLL for (int g = 0; g < G; ++g) {
+      const float f = simd_shuffle(fade, ushort(g));
+      UNROLL for (int i = 0; i < 8; ++i) out[g][i] *= f;
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        const float p = simd_shuffle(weight, ushort(r * G + g));
+        UNROLL for (int i = 0; i < 8; ++i) out[g][i] = multiply_add(p, value[r][i], out[g][i]);
+      }
+    }
+  }
+  UNROLL for (int mask = G; mask < SCORES; mask *= 2) weight_sum += simd_shuffle_xor(weight_sum, ushort(mask));
+  if (lane < uint(G)) {
+    shared_largest[simdgroup * uint(G) + lane] = largest;
+    shared_weight[simdgroup * uint(G) + lane] = weight_sum;
+  }
+} else {
+  for (uint e = index; e < uint(G) * 256u; e += uint(SIMDGROUPS) * 32u) {
+    shared_q[e] = float(q_row[(e / 256u) * q_strides[1] + e % 256u]) * scale[0];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float largest[G];
+  float weight_sum[G];
+  UNROLL for (int g = 0; g < G; ++g) {
+    largest[g] = NOTHING;
+    weight_sum[g] = 0.0f;
+  }
+  for (uint base = first + simdgroup * 32u; base < end; base += uint(SIMDGROUPS) * 32u) {
+    float score[G];
+    UNROLL for (int g = 0; g < G; ++g) score[g] = base + lane < end ? 0.0f : NOTHING;
+    if (base + lane < end) {
+      for (uint at = 0u; at < 256u; at += uint(PER_WORD)) {
+        float key[PER_WORD];
+        load_word(key_rows + (base + lane) * keys_strides[2] + at, key);
+        UNROLL for (int g = 0; g < G; ++g) {
+          UNROLL for (int i = 0; i < PER_WORD; ++i) {
+            score[g] = multiply_add(shared_q[uint(g) * 256u + at + uint(i)], key[i], score[g]);
+          }
+        }
+      }
+    }
+    UNROLL for (int g = 0; g < G; ++g) {
+      float top = simd_max(score[g]);
+      top = top > largest[g] ? top : largest[g];
+      const float fade = exp2_of(largest[g] - top);
+      score[g] = exp2_of(score[g] - top);
+      largest[g] = top;
+      weight_sum[g] = multiply_add(weight_sum[g], fade, score[g]);
+      UNROLL for (int i = 0; i < 8; ++i) out[g][i] *= fade;
+    }
+    const uint count = end - base < 32u ? end - base : 32u;
+    for (uint r = 0u; r < count; ++r) {
+      float value[8];
+      UNROLL for (int i = 0; i < 8; ++i) {
+        value[i] = float(value_rows[(base + r) * values_strides[2] + uint(i) * 32u + lane]);
+      }
+      UNROLL for (int g = 0; g < G; ++g) {
+        const float p = simd_shuffle(score[g], ushort(r));
+        UNROLL for (int i = 0; i < 8; ++i) out[g][i] = multiply_add(p, value[i], out[g][i]);
+      }
+    }
+  }
+  UNROLL for (int g = 0; g < G; ++g) {
+    const float total = simd_sum(weight_sum[g]);
+    if (lane == 0u) {
+      shared_largest[simdgroup * uint(G) + uint(g)] = largest[g];
+      shared_weight[simdgroup * uint(G) + uint(g)] = total;
+    }
+  }
+}
+
+// The simdgroups' sums are brought to one largest score and added, a head at a time.
+UNROLL for (int g = 0; g < G; ++g) {
+  UNROLL for (int i = 0; i < 8; ++i) {
+    const uint at = COALESCED ? (uint(i / PER_WORD) * 32u + lane) * uint(PER_WORD) + uint(i % PER_WORD)
+                              : uint(i) * 32u + lane;
+    shared_out[simdgroup * 256u + at] = out[g][i];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float largest = NOTHING;
+  UNROLL for (int s = 0; s < SIMDGROUPS; ++s) {
+    const float other = shared_largest[s * G + g];
+    largest = other > largest ? other : largest;
+  }
+  float scaled[SIMDGROUPS];
+  float total = 0.0f;
+  UNROLL for (int s = 0; s < SIMDGROUPS; ++s) {
+    scaled[s] = exp2_of(shared_largest[s * G + g] - largest);
+    total = multiply_add(scaled[s], shared_weight[s * G + g], total);
+  }
+  const uint slot = ((group * uint(G) + uint(g)) * uint(q_shape[2]) + row) * parts + part;
+  for (uint d = index; d < 256u; d += uint(SIMDGROUPS) * 32u) {
+    float sum = 0.0f;
+    UNROLL for (int s = 0; s < SIMDGROUPS; ++s) sum = multiply_add(scaled[s], shared_out[uint(s) * 256u + d], sum);
+    partial[slot * 256u + d] = O(FINAL ? sum / total : sum);
+  }
+  if (index == 0u) {
+    sums[slot * 2u] = largest;
+    sums[slot * 2u + 1u] = total;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// kernel: merge
+// inputs: partial sums
+// dense: partial sums
+// outputs: out
+// template: typename T, int SIMDGROUPS
+//
+// partial and sums as `split` leaves them, out [heads, rows, 256] of T.
+// Grid: 2 × (heads · rows) threadgroups of SIMDGROUPS simdgroups; each adds 128 columns, four a lane.
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint index = thread_index_in_threadgroup;
+const uint column = threadgroup_position_in_grid.x * 128u + lane * 4u;
+const uint row = threadgroup_position_in_grid.y;
+const uint parts = uint(partial_shape[2]);
+THREADGROUP_ARRAY(float, shared_largest, SIMDGROUPS);
+THREADGROUP_ARRAY(float, shared_weight, SIMDGROUPS);
+THREADGROUP_ARRAY(float, shared_out, SIMDGROUPS * 128);
+
+float largest = -1.0e30f;
+for (uint p = index; p < parts; p += uint(SIMDGROUPS) * 32u) {
+  const float other = sums[(row * parts + p) * 2u];
+  largest = other > largest ? other : largest;
+}
+largest = simd_max(largest);
+if (lane == 0u) shared_largest[simdgroup] = largest;
+threadgroup_barrier(mem_flags::mem_threadgroup);
+UNROLL for (int s = 0; s < SIMDGROUPS; ++s) {
+  largest = shared_largest[s] > largest ? shared_largest[s] : largest;
+}
+
+float total = 0.0f;
+float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+for (uint p = simdgroup; p < parts; p += uint(SIMDGROUPS)) {
+  const float scaled = exp2_of(sums[(row * parts + p) * 2u] - largest);
+  total = multiply_add(scaled, sums[(row * parts + p) * 2u + 1u], total);
+  float word[4];
+  load_word(partial + (row * parts + p) * 256u + column, word);
+  UNROLL for (int i = 0; i < 4; ++i) sum[i] = multiply_add(scaled, word[i], sum[i]);
+}
+if (lane == 0u) shared_weight[simdgroup] = total;
+UNROLL for (int i = 0; i < 4; ++i) shared_out[simdgroup * 128u + lane * 4u + uint(i)] = sum[i];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (index < 128u) {
+  float all = 0.0f;
+  float column_sum = 0.0f;
+  UNROLL for (int s = 0; s < SIMDGROUPS; ++s) {
+    all += shared_weight[s];
+    column_sum += shared_out[uint(s) * 128u + index];
+  }
+  out[row * 256u + threadgroup_position_in_grid.x * 128u + index] = T(column_sum / all);
+}

@@ -1,0 +1,225 @@
+"""From a `<topic>.metal` text to launches: `mx.fast.metal_kernel` on Metal, `mx.fast.cuda_kernel` on CUDA.
+
+A text opens with a comment on what it computes and who calls it, and holds one or more kernels. Each begins with a
+block of comment lines that the loader reads, and goes on as a plain body in Metal Shading Language, the way MLX takes
+it (MLX writes the signature)::
+
+    // kernel: merge
+    // inputs: partial sums
+    // dense: partial sums
+    // outputs: out
+    // template: typename T, int SIMDGROUPS
+
+No kernel exists without its Metal text; `portable.h` makes CUDA read the same one. The dialect's rules:
+
+- float32 arithmetic, explicit conversions, suffixed literals (``1.0f``); vectors only carry 16 bytes (``.x .y .z .w``);
+- pointers name their address space; threadgroup arrays through ``THREADGROUP_ARRAY`` at the outermost scope;
+- every simdgroup operation and barrier in uniform control flow; threadgroups a multiple of 32 threads; grids in threads
+  and a multiple of the threadgroup;
+- no word between threadgroups of one launch (two launches instead), no 0-d inputs;
+- an input of fewer than 8 elements is `constant` on Metal: index it in place, never hand it to a helper.
+
+MLX makes no copies on the way in (`ensure_row_contiguous=False`), so an input that is not row-contiguous must be
+refused or read by its strides. A body that mentions ``NAME_strides`` reads input NAME by them and refuses on the device
+what it cannot read (``REFUSE_UNLESS``), since the host cannot see the strides of an array in a traced step. Every other
+input must be listed as ``dense``: something that its wrapper knows to be row-contiguous, such as another kernel's
+output or a weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from engine.device import device_kind
+
+FOLDER = Path(__file__).parent
+SIMD = 32
+"""Threads of a simdgroup, on Apple and NVIDIA GPUs alike."""
+
+_BLOCK = re.compile(r"^// kernel: (\w+)\n((?:// \w+: .*\n)*)", re.MULTILINE)
+
+
+class KernelError(ValueError):
+    """A kernel text that breaks the loader's rules, or a call that does not fit the kernel."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a topic.
+
+    Attributes:
+        name: ``<topic>_<kernel>``.
+        inputs, outputs: names in order, as in the body.
+        template: each template argument's name and kind: ``"typename"``, ``"int"`` or ``"bool"``.
+        body: Metal Shading Language, with a line marker so that compilers name the file and line.
+        header: what stands before it on every target.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    template: tuple[tuple[str, str], ...]
+    body: str
+    header: str
+
+    @property
+    def identity(self) -> str:
+        """16 hex digits that change with the body, the header or the signature."""
+        parts = (self.name, *self.inputs, *self.outputs, *map(str, self.template), self.body, self.header)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+    @property
+    def launch_name(self) -> str:
+        """Name under which MLX caches the compiled kernel: MLX looks it up by name alone, so it holds the identity."""
+        return f"{self.name}_{self.identity}"
+
+    def arguments(self, **values: Any) -> list[tuple[str, Any]]:
+        """Template arguments in the kernel's order.
+
+        Raises:
+            KernelError: one is missing, unknown or of the wrong kind.
+        """
+        if values.keys() != dict(self.template).keys():
+            raise KernelError(f"{self.name} takes template arguments {list(dict(self.template))}, not {list(values)}")
+        kinds = {"typename": mx.Dtype, "int": int, "bool": bool}
+        for name, kind in self.template:
+            if type(values[name]) is not kinds[kind]:
+                raise KernelError(f"{self.name}: template argument {name} is a {kind}, not {values[name]!r}")
+        return [(name, values[name]) for name, _ in self.template]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a kernel.
+
+    Attributes:
+        template: from `Kernel.arguments`.
+        grid: threads in all, in x, y and z; threadgroup: threads of one threadgroup, each a divisor of the grid's.
+        shapes, dtypes: of the outputs, which are always fresh arrays.
+    """
+
+    kernel: Kernel
+    inputs: Sequence[mx.array]
+    template: list[tuple[str, Any]]
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: Sequence[mx.Dtype]
+
+    def __post_init__(self) -> None:
+        name = self.kernel.name
+        if len(self.inputs) != len(self.kernel.inputs) or len(self.shapes) != len(self.kernel.outputs):
+            raise KernelError(f"{name} takes inputs {self.kernel.inputs} and gives {self.kernel.outputs}")
+        if any(all_ % one for all_, one in zip(self.grid, self.threadgroup)) or self.threadgroup[0] % SIMD:
+            raise KernelError(f"{name}: grid {self.grid} does not divide into threadgroups of {self.threadgroup}")
+        for label, array in zip(self.kernel.inputs, self.inputs):
+            if array.ndim == 0:
+                raise KernelError(f"{name}: input {label} is 0-d; give it as an array of one element")
+
+
+def parse(topic: str, text: str, header: str) -> dict[str, Kernel]:
+    """The kernels of a text by their short names.
+
+    Raises:
+        KernelError: no kernel, a missing line of the comment block, or an input that is neither read by its strides
+            nor listed as dense.
+    """
+    starts = list(_BLOCK.finditer(text))
+    if not starts:
+        raise KernelError(f'{topic}.metal has no line "// kernel: NAME"')
+    kernels = {}
+    for start, following in zip(starts, [*starts[1:], None]):
+        name = start[1]
+        fields = dict(re.findall(r"// (\w+): (.*)\n", start[2]))
+        if missing := {"inputs", "outputs", "dense", "template"} - fields.keys():
+            raise KernelError(f"{topic}.metal: kernel {name} lacks the lines {sorted(missing)}")
+        body = text[start.end() : following.start() if following else len(text)]
+        inputs = tuple(fields["inputs"].split())
+        for label in inputs:
+            if f"{label}_strides" not in body and label not in fields["dense"].split():
+                raise KernelError(f"{topic}.metal: kernel {name} neither reads {label}_strides nor lists it as dense")
+        line = text.count("\n", 0, start.end()) + 1
+        kernels[name] = Kernel(
+            name=f"{topic}_{name}",
+            inputs=inputs,
+            outputs=tuple(fields["outputs"].split()),
+            template=tuple((label, kind) for kind, label in (p.split() for p in fields["template"].split(","))),
+            body=f'\n#line {line} "{topic}.metal"\n{body}',
+            header=header,
+        )
+    return kernels
+
+
+@cache
+def load(topic: str) -> dict[str, Kernel]:
+    """The kernels of ``<topic>.metal`` beside this file, by their short names.
+
+    Raises:
+        KernelError: there is no such text, or it breaks a rule of this module.
+    """
+    path = FOLDER / f"{topic}.metal"
+    if not path.is_file():
+        raise KernelError(f"no kernel text {path.name}; there are {', '.join(topics())}")
+    header = '#line 1 "portable.h"\n' + (FOLDER / "portable.h").read_text(encoding="utf-8")
+    return parse(topic, path.read_text(encoding="utf-8"), header)
+
+
+def topics() -> list[str]:
+    """Names of the texts there are."""
+    return sorted(path.stem for path in FOLDER.glob("*.metal"))
+
+
+def identity(topic: str, wrapper: str) -> str:
+    """16 hex digits of a variant: its kernels with their header, and the module that launches them.
+
+    Args:
+        wrapper: path of that module (its ``__file__``).
+    """
+    parts = [kernel.identity for kernel in load(topic).values()]
+    parts.append(Path(wrapper).read_text(encoding="utf-8"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def function(kernel: Kernel, device: str) -> Any:
+    """MLX's callable for a kernel.
+
+    Args:
+        device: ``"metal"`` or ``"cuda"``.
+    """
+    make = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
+    return make(
+        name=kernel.launch_name,
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        source=kernel.body,
+        header=kernel.header,
+        ensure_row_contiguous=False,
+    )
+
+
+def launch(call: Launch) -> list[mx.array]:
+    """Add a kernel's launch to the graph and return its outputs.
+
+    Raises:
+        KernelError: the default device is a CPU.
+    """
+    device = device_kind()
+    if device == "cpu":
+        raise KernelError(f"{call.kernel.name} runs on a GPU; MLX's default device is a CPU")
+    return function(call.kernel, device)(
+        inputs=list(call.inputs),
+        template=call.template,
+        grid=call.grid,
+        threadgroup=call.threadgroup,
+        output_shapes=list(call.shapes),
+        output_dtypes=list(call.dtypes),
+    )

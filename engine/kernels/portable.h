@@ -1,0 +1,138 @@
+// The dialect that every kernel body is written in, for Metal and for CUDA.
+//
+// A body uses Metal's own names for simdgroup operations, barriers, thread positions and address spaces, and what is
+// defined here for the rest. It computes in float32, converts explicitly at loads and stores, and treats vectors as
+// carriers of 16 bytes; see the rules in loader.py.
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+// ---- CUDA ----
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef __half float16_t;
+typedef __nv_bfloat16 bfloat16_t;
+
+#define HELPER static __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define THREADGROUP_ARRAY(type, name, extent) __shared__ __align__(16) type name[extent]
+#define EVERY_LANE 0xffffffffu
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+HELPER void threadgroup_barrier(mem_flags) { __syncthreads(); }
+HELPER void simdgroup_barrier(mem_flags) { __syncwarp(); }
+
+template <typename V>
+HELPER V simd_shuffle(V value, ushort lane) { return __shfl_sync(EVERY_LANE, value, lane); }
+template <typename V>
+HELPER V simd_shuffle_xor(V value, ushort mask) { return __shfl_xor_sync(EVERY_LANE, value, mask); }
+template <typename V>
+HELPER V simd_sum(V value) {
+  for (ushort mask = 16; mask > 0; mask >>= 1) value += simd_shuffle_xor(value, mask);
+  return value;
+}
+template <typename V>
+HELPER V simd_max(V value) {
+  for (ushort mask = 16; mask > 0; mask >>= 1) {
+    const V other = simd_shuffle_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+HELPER float exp2_of(float x) { return exp2f(x); }
+HELPER float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+template <typename To, typename From>
+HELPER To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+#define thread_position_in_threadgroup threadIdx
+#define threadgroup_position_in_grid blockIdx
+#define threads_per_threadgroup blockDim
+#define threadgroups_per_grid gridDim
+#define thread_index_in_threadgroup (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z))
+#define thread_index_in_simdgroup (thread_index_in_threadgroup & 31u)
+#define simdgroup_index_in_threadgroup (thread_index_in_threadgroup >> 5)
+
+// The address spaces come last, since CUDA's headers use these words. CUDA spells __device__ as
+// __attribute__((device)), which an empty `device` would turn into nothing.
+#undef __device__
+#define __device__ __attribute__((__device__))
+#define device
+#define constant
+#define thread
+#define threadgroup
+#else
+// ---- Metal ----
+#include <metal_stdlib>
+using namespace metal;
+
+#define HELPER static inline
+#define UNROLL _Pragma("clang loop unroll(full)")
+#define THREADGROUP_ARRAY(type, name, extent) alignas(16) threadgroup type name[extent]
+
+HELPER float exp2_of(float x) { return metal::exp2(x); }
+HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
+#endif
+// ---- both ----
+
+// A kernel that finds its inputs laid out in a way it does not read ends with NaN in its first output instead of
+// plausible numbers: the strides of an array in a traced step cannot be seen on the host.
+#define REFUSE_UNLESS(condition, output, type, first_thread)      \
+  if (!(condition)) {                                             \
+    if (first_thread) (output)[0] = type(as_type<float>(0x7fc00000u)); \
+    return;                                                       \
+  }
+
+// One 16-byte word of device memory as floats: eight 16-bit numbers or four of 32 bits.
+HELPER void load_word(const device bfloat16_t* from, thread float* to) {
+  const uint4 word = ((const device uint4*)from)[0];
+  to[0] = as_type<float>(word.x << 16);
+  to[1] = as_type<float>(word.x & 0xffff0000u);
+  to[2] = as_type<float>(word.y << 16);
+  to[3] = as_type<float>(word.y & 0xffff0000u);
+  to[4] = as_type<float>(word.z << 16);
+  to[5] = as_type<float>(word.z & 0xffff0000u);
+  to[6] = as_type<float>(word.w << 16);
+  to[7] = as_type<float>(word.w & 0xffff0000u);
+}
+HELPER float half_bits(uint bits) { return float(as_type<float16_t>(ushort(bits))); }
+HELPER void load_word(const device float16_t* from, thread float* to) {
+  const uint4 word = ((const device uint4*)from)[0];
+  to[0] = half_bits(word.x & 0xffffu);
+  to[1] = half_bits(word.x >> 16);
+  to[2] = half_bits(word.y & 0xffffu);
+  to[3] = half_bits(word.y >> 16);
+  to[4] = half_bits(word.z & 0xffffu);
+  to[5] = half_bits(word.z >> 16);
+  to[6] = half_bits(word.w & 0xffffu);
+  to[7] = half_bits(word.w >> 16);
+}
+HELPER void load_word(const device float* from, thread float* to) {
+  const float4 word = ((const device float4*)from)[0];
+  to[0] = word.x;
+  to[1] = word.y;
+  to[2] = word.z;
+  to[3] = word.w;
+}
+
+// Sums of COUNT values over the simdgroup, COUNT a power of two up to 32: the lane gets the sum of value
+// `lane % COUNT`. Halving what a lane still carries at each exchange takes COUNT - 1 of them where sums one by one
+// take five each. `values` is used up.
+template <int COUNT>
+HELPER float simd_sum_each(thread float* values, uint lane) {
+  UNROLL for (int half_count = COUNT / 2; half_count > 0; half_count /= 2) {
+    const bool upper = (lane & uint(half_count)) != 0u;
+    UNROLL for (int i = 0; i < half_count; ++i) {
+      const float keep = upper ? values[i + half_count] : values[i];
+      const float give = upper ? values[i] : values[i + half_count];
+      values[i] = keep + simd_shuffle_xor(give, ushort(half_count));
+    }
+  }
+  float total = values[0];
+  UNROLL for (int mask = COUNT; mask < 32; mask *= 2) total += simd_shuffle_xor(total, ushort(mask));
+  return total;
+}
