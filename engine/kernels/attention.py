@@ -35,6 +35,11 @@ def supports(case: Case | None, device: str) -> str | None:
     return None if device in ("metal", "cuda") else "the kernel runs on Metal and CUDA, not on a CPU"
 
 
+def defaults(device: str) -> dict[str, str]:
+    """Settings that are left at ``"best"``; `heads` depends on the model, so it stays ``"best"`` until a call."""
+    return {"split": "blocks", "lanes": "coalesced"}
+
+
 @lru_cache(maxsize=64)
 def _constant(value: float, dtype: mx.Dtype) -> mx.array:
     """``[1]``, kept evaluated: made afresh it is a launch in every layer."""
@@ -64,8 +69,8 @@ def attention_metal(
     position: mx.array | None = None,
     *,
     heads: str = "best",
-    split: str = "best",
-    lanes: str = "best",
+    split: str = "blocks",
+    lanes: str = "coalesced",
     blocks: int = 128,
 ) -> mx.array:
     """Softmax attention of 1 to 8 new rows; arguments and result as the op says, head_dim 256.
@@ -75,15 +80,14 @@ def attention_metal(
 
     heads: query heads that share a fetch: ``1``, ``2``, ``4``, ``8``; ``best`` is as many as divide the group.
     split: ``none`` (one part, one launch), ``chunks`` (256 positions each, their number grows with the cache) or
-        ``blocks`` (`blocks` parts, their length grows); ``best`` is ``blocks``.
-    lanes: ``coalesced`` (neighbouring 16-byte words; also ``best``) or ``apart``.
+        ``blocks`` (`blocks` parts, their length grows).
+    lanes: ``coalesced`` (neighbouring 16-byte words) or ``apart``.
 
     Raises:
         KernelError: another head_dim, types that differ, or a setting that does not exist.
     """
     _, n_heads, rows, dim = q.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
-    split, lanes = "blocks" if split == "best" else split, "coalesced" if lanes == "best" else lanes
     if dim != HEAD_DIM or not q.dtype == keys.dtype == values.dtype:
         raise KernelError(
             f"decode_attention=metal takes head_dim {HEAD_DIM} and one type, "

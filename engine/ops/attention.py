@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.kernels import attention as kernels
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 
 SPLIT_CHUNK = 256
@@ -159,6 +160,17 @@ DECODE_ATTENTION = _op(
             attention_matmul,
             "query heads of a key/value head packed as rows of one product",
             tiles=("none", "chunks", "blocks"),
+            settings=("split", "blocks"),
+            defaults=lambda device: {"split": "chunks" if device == "cuda" else "none"},
+        ),
+        Variant(
+            "metal",
+            kernels.attention_metal,
+            "our kernel: query heads packed on one fetch, positions divided, one text for Metal and CUDA",
+            supports=kernels.supports,
+            tiles=kernels.SPLITS,
+            settings=("heads", "split", "lanes", "blocks"),
+            defaults=kernels.defaults,
         ),
     ),
     (_case(1, 1), _case(1, 63), _case(1, 512, at=300), _case(1, 768, kv=1, at=0), _case(5, 77), _case(8, 512, at=200)),

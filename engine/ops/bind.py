@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import DecodeAttentionConfig, EngineConfig
 from engine.ops.registry import DECODE_ROWS, OPS, Op, Recorder, Variant, VariantUnsupported
 
 
@@ -23,8 +24,8 @@ class BoundOp:
     def __call__(self, *arguments: Any, rows: int) -> Any:
         """Run the variant for `rows` new rows and count the call."""
         variant = self.decode if rows <= self.decode_rows else self.prefill
-        settings = self.settings if variant.tiles else {}
-        self.recorder.record(self.op.name, variant.name, str(settings.get("split", "")))
+        settings = {name: self.settings[name] for name in variant.settings}
+        self.recorder.record(self.op.name, variant.name, _tile(settings))
         return variant.run(*arguments, **settings)
 
     @property
@@ -84,29 +85,18 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
     if config.experts.tile != "best":
         raise VariantUnsupported("experts", f"tile {config.experts.tile}", "no variant of this build has tiles")
     attention = config.decode_attention
-    for setting in ("heads", "lanes"):
-        value = getattr(attention, setting)
-        if value != "best":
-            raise VariantUnsupported(
-                "decode_attention", f"{setting} {value}", "no variant of this build lets it be chosen"
-            )
     bound = BoundOps(
         linear=one("linear", config.linear),
         # Norms follow the products: a reference engine is a reference throughout.
         norm=one("norm", "reference" if config.linear == "reference" else "mlx"),
         route=one("route", config.route),
         experts=one("experts", config.experts.variant),
-        decode_attention=one("decode_attention", attention.variant, **_split(attention, device)),
+        decode_attention=one("decode_attention", attention.variant, **_attention_settings(attention, device)),
         prefill_attention=one("prefill_attention", config.prefill_attention),
         gated_delta=one("gated_delta", config.gated_delta),
         head=one("head", config.head),
         recorder=recorder,
     )
-    chosen = bound.decode_attention.decode
-    if attention.split != "best" and not chosen.tiles:
-        raise VariantUnsupported(
-            "decode_attention", f"split {attention.split}", f"variant {chosen.name} decides that itself"
-        )
     if config.cache.layout != "contiguous":
         raise VariantUnsupported("cache", config.cache.layout, "no variant of this build reads a paged cache")
     if config.speculative.drafter != "off":
@@ -118,8 +108,27 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
     return bound
 
 
-def _split(attention: Any, device: str) -> dict[str, Any]:
-    split = attention.split
-    if split == "best":
-        split = "chunks" if device == "cuda" else "none"
-    return {"split": split, "blocks": attention.blocks}
+def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[str, Any]:
+    """What the chosen variant is told, ``"best"`` replaced by its default.
+
+    Raises:
+        VariantUnsupported: a setting that the variant does not take.
+    """
+    variant = OPS["decode_attention"].choose(attention.variant, device, "decode")
+    settings: dict[str, Any] = {"blocks": attention.blocks}
+    for name in ("heads", "split", "lanes"):
+        value = getattr(attention, name)
+        if value == "best":
+            settings[name] = variant.defaults(device).get(name, value)
+        elif name in variant.settings:
+            settings[name] = value
+        else:
+            reason = f"variant {variant.name} does not let it be chosen"
+            raise VariantUnsupported("decode_attention", f"{name} {value}", reason)
+    return settings
+
+
+def _tile(settings: Mapping[str, Any]) -> str:
+    """What the record of executed ops says of the settings: the split alone, or every one that was chosen."""
+    chosen = [f"{name} {settings[name]}" for name in ("heads", "lanes") if name in settings]
+    return " ".join([str(settings.get("split", "")), *chosen])

@@ -42,6 +42,11 @@ def always(case: Case | None, device: str) -> str | None:
     return None
 
 
+def nothing(device: str) -> dict[str, Any]:
+    """`defaults` of a variant that takes no settings, or decides on ``"best"`` itself."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to compute an op.
@@ -50,6 +55,8 @@ class Variant:
         run: called with the op's arguments; the same signature for every variant of an op.
         supports: reason why it cannot run for a case (None = any) on a device kind, or None if it can.
         tiles: names of the tile settings it can take; empty if it has none.
+        settings: names of the config's settings of its op that `run` takes as keywords.
+        defaults: what a setting left at ``"best"`` is on a device kind.
         reads_host: it reads an array back to the host, so it cannot run inside a compiled step.
     """
 
@@ -58,6 +65,8 @@ class Variant:
     summary: str
     supports: Callable[[Case | None, str], str | None] = always
     tiles: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    defaults: Callable[[str], dict[str, Any]] = nothing
     reads_host: bool = False
 
 

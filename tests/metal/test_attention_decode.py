@@ -9,9 +9,10 @@ import pytest
 import simulator
 from simulator import Simulator
 
+from engine.config import DecodeAttentionConfig, EngineConfig
 from engine.kernels import attention, loader
 from engine.kernels.loader import Launch
-from engine.ops import OPS, relative_rms
+from engine.ops import OPS, bind, relative_rms
 from engine.ops.registry import Case
 
 pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
@@ -168,3 +169,28 @@ def test_another_head_dim_and_mixed_types_are_refused():
         attention.attention_metal(q[..., :64], keys[..., :64], values[..., :64], scale)
     with pytest.raises(loader.KernelError, match="one type"):
         attention.attention_metal(q, keys.astype(mx.bfloat16), values, scale)
+
+
+@pytest.mark.parametrize("device", ["metal", "cuda"])
+def test_settings_of_the_config_reach_the_kernel(device, ready, monkeypatch):
+    config = EngineConfig(decode_attention=DecodeAttentionConfig("metal", "4", "chunks", "apart"))
+    bound = bind(config, device)
+    seen: list[Launch] = []
+
+    def launch(call: Launch) -> list[mx.array]:
+        seen.append(call)
+        return ready["float32"].launch(call)
+
+    monkeypatch.setattr(loader, "launch", launch)
+    given = arguments(SIZES[3], mx.float32)
+    out = bound.decode_attention(*given, rows=1)
+    assert relative_rms(out, OP.reference.run(*given)) <= OP.tolerance["float32"]
+    template = dict(seen[0].template)
+    assert (template["G"], template["CHUNK"], template["COALESCED"]) == (4, attention.CHUNK, False)
+    assert bound.recorder.executed()[0]["tile"] == "chunks heads 4 lanes apart"
+
+
+def test_a_step_is_two_launches_or_one_where_nothing_is_split(monkeypatch):
+    counts = {tile[1]: len(launches(tile, mx.float32, monkeypatch)) for tile in TILES if tile[0] == "8"}
+    # One chunk holds the few keys here, so there is nothing to merge either.
+    assert counts == {"none": 1, "chunks": 1, "blocks": 2}

@@ -167,7 +167,7 @@ def test_a_report_names_the_line_of_the_text():
 
 
 def test_the_fast_run_stops_at_the_page_after_a_buffer():
-    past = STORED.replace("out[row", "out[65536u + row")
+    past = STORED.replace("out[row", "out[1024u + row")
     with pytest.raises(LaunchReport, match="bounds"):
         Simulator(replace={STORED: past}).launch(call())
 
