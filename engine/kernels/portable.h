@@ -119,19 +119,27 @@ HELPER void load_word(const device float* from, thread float* to) {
   to[3] = word.w;
 }
 
+// One exchange of `simd_sum_each` and those after it. The count is a template argument since a loop over it is not
+// always unrolled, and `values` would then leave the registers.
+template <int HALF>
+HELPER void simd_halve(thread float* values, uint lane) {
+  if constexpr (HALF > 0) {
+    const bool upper = (lane & uint(HALF)) != 0u;
+    UNROLL for (int i = 0; i < HALF; ++i) {
+      const float keep = upper ? values[i + HALF] : values[i];
+      const float give = upper ? values[i] : values[i + HALF];
+      values[i] = keep + simd_shuffle_xor(give, ushort(HALF));
+    }
+    simd_halve<HALF / 2>(values, lane);
+  }
+}
+
 // Sums of COUNT values over the simdgroup, COUNT a power of two up to 32: the lane gets the sum of value
 // `lane % COUNT`. Halving what a lane still carries at each exchange takes COUNT - 1 of them where sums one by one
 // take five each. `values` is used up.
 template <int COUNT>
 HELPER float simd_sum_each(thread float* values, uint lane) {
-  UNROLL for (int half_count = COUNT / 2; half_count > 0; half_count /= 2) {
-    const bool upper = (lane & uint(half_count)) != 0u;
-    UNROLL for (int i = 0; i < half_count; ++i) {
-      const float keep = upper ? values[i + half_count] : values[i];
-      const float give = upper ? values[i] : values[i + half_count];
-      values[i] = keep + simd_shuffle_xor(give, ushort(half_count));
-    }
-  }
+  simd_halve<COUNT / 2>(values, lane);
   float total = values[0];
   UNROLL for (int mask = COUNT; mask < 32; mask *= 2) total += simd_shuffle_xor(total, ushort(mask));
   return total;

@@ -107,6 +107,26 @@ def test_tile_agrees_with_the_reference(turn, dtype, ready, monkeypatch):
     assert run(ready[dtype], size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tile", TILES, ids="-".join)
+def test_tile_agrees_with_the_reference_and_is_clean_on_every_size(tile, dtype, monkeypatch):
+    fast, checked = Simulator(), Simulator(checked=True)
+    for size in SIZES:
+        for simulated in (fast, checked):
+            assert run(simulated, size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("tile", TILES, ids="-".join)
+def test_tile_agrees_with_the_reference_on_a_gpu(tile, dtype):
+    for size in SIZES:
+        given = arguments(size, TYPES[dtype])
+        error = relative_rms(attention.attention_metal(*given, **settings(tile)), OP.reference.run(*given))
+        assert error <= OP.tolerance[dtype]
+
+
 def test_float16_agrees_with_the_reference(monkeypatch):
     error = run(Simulator(), SIZES[3], mx.float16, monkeypatch, **settings(("8", "blocks", "coalesced")))
     assert error <= OP.tolerance["float16"]
