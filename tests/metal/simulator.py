@@ -247,6 +247,25 @@ def check_pointers(texts: Sequence[str]) -> None:
         raise CompileError("no address space: " + ", ".join(named))
 
 
+def check_calls(texts: Sequence[str]) -> None:
+    """No function calls itself, directly or by others: Metal has no recursion.
+
+    Raises:
+        CompileError: naming one that does.
+    """
+    done = _clang("-w", "-O0", "-S", "-emit-llvm", "-o", "-", text=unit(texts))
+    calls: dict[str, set[str]] = {}
+    for name, body in re.findall(r"^define .*?@([\w.]+)\(.*?\{\n(.*?)^\}", done.stdout, re.MULTILINE | re.DOTALL):
+        calls[name] = set(re.findall(r"call .*?@([\w.]+)\(", body))
+    for name in calls:
+        reached, fresh = set(), calls[name]
+        while fresh:
+            reached |= fresh
+            fresh = set().union(*(calls.get(called, set()) for called in fresh)) - reached
+        if name in reached:
+            raise CompileError(f"recursion: {name} calls itself")
+
+
 @dataclass
 class Built:
     """A loaded object: entries by generated text, threadgroup arrays by entry number."""

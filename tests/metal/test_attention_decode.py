@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import mlx.core as mx
 import pytest
 import simulator
+from attention_cases import BLOCKS, OP, SIZES, TILES, TYPES, arguments, settings
 from simulator import Simulator
 
 from engine.config import DecodeAttentionConfig, EngineConfig
 from engine.kernels import attention, loader
 from engine.kernels.loader import Launch
-from engine.ops import OPS, bind, relative_rms
-from engine.ops.registry import Case
+from engine.ops import bind, relative_rms
 
 pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
-
-OP = OPS["decode_attention"]
-TYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32, "float16": mx.float16}
-TILES = list(product(attention.HEADS, attention.SPLITS, attention.LANES))
-BLOCKS = 3
-SIZES = [
-    # rows, keys, key/value heads, position (-1: none), positions the cache has room for past the keys it shows
-    (1, 1, 2, -1, 0),
-    (1, 63, 2, -1, 0),
-    (1, 77, 1, 76, 3),
-    (1, 300, 1, 130, 20),
-    (1, 260, 2, 0, 0),
-    (3, 259, 1, -1, 5),
-    (2, 66, 2, 31, 0),
-]
-
-
-def settings(tile: tuple[str, str, str]) -> dict[str, object]:
-    heads, split, lanes = tile
-    return {"heads": heads, "split": split, "lanes": lanes, "blocks": BLOCKS}
-
-
-def arguments(size: tuple[int, int, int, int, int], dtype: mx.Dtype) -> tuple:
-    """The op's arguments; keys and values show a part of a larger cache."""
-    rows, n, kv, at, room = size
-    case = Case("", {"rows": rows, "n": n + room, "kv": kv, "at": at})
-    q, keys, values, scale, position = OP.inputs(case, dtype, 0)
-    if room:
-        # What lies past the shown part must not be read.
-        keys[:, :, n:], values[:, :, n:] = float("nan"), float("nan")
-    return q, keys[:, :, :n], values[:, :, :n], scale, position
 
 
 def launches(tile: tuple[str, str, str], dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
@@ -91,6 +58,7 @@ def test_every_instance_compiles_under_metals_rules(dtype, monkeypatch):
     for instances in texts.values():
         simulator.check(list(dict.fromkeys(instances)))
         simulator.check_pointers(instances[:1])
+        simulator.check_calls(instances[:1])
 
 
 def test_every_setting_chooses_an_instance_of_its_own(monkeypatch):
@@ -115,16 +83,6 @@ def test_tile_agrees_with_the_reference_and_is_clean_on_every_size(tile, dtype, 
     for size in SIZES:
         for simulated in (fast, checked):
             assert run(simulated, size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("tile", TILES, ids="-".join)
-def test_tile_agrees_with_the_reference_on_a_gpu(tile, dtype):
-    for size in SIZES:
-        given = arguments(size, TYPES[dtype])
-        error = relative_rms(attention.attention_metal(*given, **settings(tile)), OP.reference.run(*given))
-        assert error <= OP.tolerance[dtype]
 
 
 def test_float16_agrees_with_the_reference(monkeypatch):
@@ -172,23 +130,6 @@ def test_an_input_that_is_not_dense_gives_nan(ready, monkeypatch):
     turned = mx.contiguous(keys.swapaxes(2, 3)).swapaxes(2, 3)
     out = attention.attention_metal(q, turned, values, scale, position, **settings(("8", "none", "coalesced")))
     assert mx.isnan(out.reshape(-1)[0]).item()
-
-
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [({"heads": "3"}, "heads=3"), ({"split": "halves"}, "split=halves"), ({"lanes": "far"}, "lanes=far")],
-)
-def test_a_setting_that_does_not_exist_is_refused(chosen, message):
-    with pytest.raises(loader.KernelError, match=message):
-        attention.attention_metal(*arguments(SIZES[0], mx.float32), **chosen)
-
-
-def test_another_head_dim_and_mixed_types_are_refused():
-    q, keys, values, scale, _ = arguments(SIZES[0], mx.float32)
-    with pytest.raises(loader.KernelError, match="head_dim 256"):
-        attention.attention_metal(q[..., :64], keys[..., :64], values[..., :64], scale)
-    with pytest.raises(loader.KernelError, match="one type"):
-        attention.attention_metal(q, keys.astype(mx.bfloat16), values, scale)
 
 
 @pytest.mark.parametrize("device", ["metal", "cuda"])

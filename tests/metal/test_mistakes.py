@@ -112,6 +112,7 @@ def test_without_a_mistake_nothing_is_reported():
     text = simulator.source(call())
     simulator.check([text])
     simulator.check_pointers([text])
+    simulator.check_calls([text])
     simulated = Simulator(checked=True)
     (got,) = simulated.launch(call())
     partial, sums = call().inputs
@@ -143,6 +144,14 @@ def test_a_pointer_without_an_address_space_is_named():
     simulator.check([text])
     with pytest.raises(CompileError, match="no address space: from"):
         simulator.check_pointers([text])
+
+
+def test_recursion_is_named():
+    text = spoilt(HELPER, "HELPER uint steps(uint n) { return n == 0u ? 0u : 1u + steps(n / 2u); }\n" + HELPER)
+    text = text.replace("float all = 0.0f;", "float all = 0.0f * float(steps(index));")
+    simulator.check([text])
+    with pytest.raises(CompileError, match="recursion: .*steps"):
+        simulator.check_calls([text])
 
 
 def test_too_much_threadgroup_memory_is_refused():
