@@ -7,8 +7,8 @@ new prompt's own blocks have an edge there: then what follows is the same arithm
 without reuse, bit for bit. What was decoded is never reused, since a decoded row is rounded differently from a
 prefilled one.
 
-Saved conversations hold references to arrays. MLX arrays are values: a sequence that continues a saved one while
-it stays saved copies its keys and values at the first write, and one that takes it over writes in place.
+Saved conversations hold references to arrays, which MLX copies when one of several holders writes: a sequence that
+branches off a saved one copies keys and values at its first write, one that goes on from its end writes in place.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class Conversation:
         """Bytes held: keys and values at their capacity, and the constant arrays of each snapshot."""
         rows = sum(a.nbytes for a in (*self.keys, *self.values))
         return rows + sum(_nbytes(s) for s in self.snapshots)
+
+
+def _handles(arrays: list[mx.array]) -> list[mx.array]:
+    """New Python objects for the same memory: assigning to rows changes the object assigned to, and no other."""
+    return [mx.array(a) for a in arrays]
 
 
 def _nbytes(snapshot: Snapshot) -> int:
@@ -87,13 +92,15 @@ class Prefixes:
             self._live = Conversation(key, list(prompt))
             return 0, f"agrees for {common} tokens, no edge before" if common else "nothing in common"
         kept = [s for s in found.snapshots if s.position <= at.position]
-        cache.state["keys"][:], cache.state["values"][:] = found.keys, found.values
-        cache.seek(len(found.tokens))
-        self.engine.restore(at)
         self._saved.remove(found)
+        keys, values = found.keys, found.values
         if common < len(found.tokens):
             # Another continuation: the saved one stays, as the most recently used.
             self._saved.append(found)
+            keys, values = _handles(keys), _handles(values)
+        cache.state["keys"][:], cache.state["values"][:] = keys, values
+        cache.seek(len(found.tokens))
+        self.engine.restore(at)
         self._live = Conversation(key, list(prompt), snapshots=kept)
         return at.position, "reused"
 
@@ -134,7 +141,7 @@ class Prefixes:
             return
         state = self.engine.cache.state
         live.tokens = live.tokens[: live.snapshots[-1].position]
-        live.keys, live.values = list(state["keys"]), list(state["values"])
+        live.keys, live.values = _handles(state["keys"]), _handles(state["values"])
         self._saved = [c for c in self._saved if not (c.key == live.key and c.tokens == live.tokens)]
         self._saved.append(live)
         while self.nbytes > self.budget and len(self._saved) > 1:

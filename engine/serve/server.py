@@ -67,7 +67,8 @@ class Protocol(H11Protocol):
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         # Once an answer has begun, a second one in its midst would only confuse its reader.
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not getattr(self.cycle, "response_started", False):
+        begun = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not begun:
             body = json.dumps(error_body(f"{msg} ({error})" if error else msg, status)).encode()
             head = f"HTTP/1.1 {status} Refused\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)

@@ -68,6 +68,7 @@ class Answer:
         # Blank space at the borders of a reasoning part belongs to the template, not to the text.
         self._strip = self._part == "reasoning"
         self._blank = ""
+        self._begun = False
         self.reasoning_tokens = 0
 
     @property
@@ -83,7 +84,7 @@ class Answer:
             made = self._piece(self._stream.finish())
             self._part, self._strip, self._blank = "content", True, ""
             return made
-        if token == self._open and self._part == "content" and not self._stops.found:
+        if token == self._open and not self._begun and self._part == "content":
             made = self._piece(self._stream.finish())
             self._part, self._strip = "reasoning", True
             self.reasoning_tokens += 1
@@ -109,6 +110,8 @@ class Answer:
             self._blank = text[len(kept) :]
             text = kept
         else:
+            # An answer that speaks of think tags is not thinking: reasoning comes first or not at all.
+            self._begun = self._begun or bool(text.strip())
             text = self._stops.add(text)
         return [(self._part, text)] if text else []
 
