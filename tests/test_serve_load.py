@@ -48,6 +48,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(model: Path) -> list[str]:
     """The engine's own answers to all prompts."""
+    return answers_of(model)
+
+
+def answers_of(model: Path) -> list[str]:
+    """The engine's own answers to all prompts, by the model in that folder."""
     own = Own(model)
     return [own.tokenizer.decode(own.ids(prompt, TOKENS)) for prompt in PROMPTS]
 
@@ -109,8 +114,9 @@ def test_sixteen_clients_for_ten_seconds(model, answers):
 
 
 @pytest.mark.full
-def test_sixty_four_clients_for_two_minutes(model, answers, capsys):
-    got = hammer(model, answers, 64, 120)
+def test_sixty_four_clients_for_two_minutes_on_the_embedded_model(capsys):
+    model = find().path
+    got = hammer(model, answers_of(model), 64, 120)
     with capsys.disabled():
         print("\n64 clients, 120 s:", {k: round(v, 1) for k, v in got.items()})
     assert got["least_a_client"] >= 2 and got["growth_mib"] < 64 and got["health_p99_ms"] < 100, got
@@ -155,35 +161,38 @@ def test_a_thousand_clients_that_leave(model, capsys):
 
 @pytest.mark.full
 def test_what_serving_costs_over_the_engines_own_decode(capsys):
-    """Single stream on the embedded model: time a token between the first and the last, in alternating runs."""
-    source, count, prompt = find(), 80, list(range(5, 25))
-    engine, _, _ = open_engine(source, 512)
-    ratios = []
+    """Single stream on the embedded model: from the question to the last token, in alternating runs without reuse."""
+    source, count = find(), 80
+    engine, tokenizer, _ = open_engine(source, 512)
+
+    def decode(prompt: list[int]) -> int:
+        engine.reset()
+        return len(list(engine.generate(prompt, count, stop_ids=tuple(tokenizer.stop_ids))))
+
+    prompt = next(p for p in ([n, *range(5, 25)] for n in range(100)) if decode(p) == count)
+    fields = {"model": source.name, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True}
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
     def own() -> float:
-        engine.reset()
-        stamps = [time.perf_counter() for _ in engine.generate(prompt, count)]
-        return (stamps[-1] - stamps[0]) / (count - 1)
+        started = time.perf_counter()
+        assert decode(prompt) == count
+        return (time.perf_counter() - started) / count
 
     def served(port: int) -> float:
-        stop = {"model": source.name, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True}
-        body = json.dumps(stop).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
-            s.sendall(head.encode() + body)
-            events, stamps, rest = 0, [], b""
-            while b"[DONE]" not in rest:
-                rest += s.recv(65536)
-                now = rest.count(b'"text":')
-                if now > events:
-                    events = now
-                    stamps.append(time.perf_counter())
-        # The last event says why it ended; it leaves with the last token.
-        return (stamps[-1] - stamps[0]) / (count - 1)
+            started, got = time.perf_counter(), b""
+            s.sendall(head + body)
+            while b"[DONE]" not in got:
+                got += s.recv(65536)
+            took = time.perf_counter() - started
+        assert b'"finish_reason":"length"' in got
+        return took / count
 
-    with command() as (port, _, _):
+    ratios = []
+    with command("--reuse-gib", "0") as (port, _, _):
         own(), served(port)
-        for _ in range(7):
+        for _ in range(9):
             ratios.append((served(port), own()))
     cost = statistics.median(a / b for a, b in ratios) - 1
     with capsys.disabled():
