@@ -109,7 +109,7 @@ _HOST_READS = (
     Need("prefill.submission", ("chunk",), "layer"),
     Need("decode.trace", ("best", "step", "layer"), "eager"),
 )
-_OWN_ATTENTION = (Need("decode_attention.variant", ("reference", "mlx", "matmul"), "best"),)
+_OWN_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx", "matmul"), "metal"),)
 _SPLITTING_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx"), "matmul"),)
 _OWN_EXPERTS = (Need("experts.variant", ("reference", "mlx", "expanded", "grouped"), "best"),)
 _PACKED_PRODUCTS = (
