@@ -15,6 +15,8 @@ NOISY_MARGIN = 0.1
 
 VERDICTS = ("faster", "slower", "same", "unclear", "blocked", "unsupported")
 
+_WORDS = {"unsupported": "not run"}
+
 
 @dataclass
 class Finding:
@@ -67,7 +69,7 @@ def _sentence(first: Result, found: dict[str, list[int]], word: str) -> str:
     phase, arm, reference = first.phase.capitalize(), first.arm, first.reference
     if word == "mixed":
         tested = [f for at in found.values() for f in at]
-        parts = [f"{v} at {text.frontier_list(at, tested)}" for v, at in found.items()]
+        parts = [f"{_WORDS.get(v, v)} at {text.frontier_list(at, tested)}" for v, at in found.items()]
         return f"{phase}: {arm} against {reference} depends on the context: {'; '.join(parts)}."
     at = sorted({f for frontiers in found.values() for f in frontiers})
     where = f"at all {len(at)} context lengths" if len(at) > 1 else f"at {text.frontier_list(at)} tokens"
@@ -79,7 +81,7 @@ def _sentence(first: Result, found: dict[str, list[int]], word: str) -> str:
             "same": f"{arm} is as fast as {reference}, within the margin, {where}.",
             "unclear": f"this run cannot tell whether {arm} is faster than {reference} {where}.",
             "blocked": f"no speed is given for {arm} {where}: its output failed the quality guard.",
-            "unsupported": f"{arm} against {reference} cannot run here{_because(first.reason)}.",
+            "unsupported": f"{arm} against {reference} was not run here{_because(first.reason)}.",
         }[word]
     )
 
@@ -106,7 +108,12 @@ def _ratios(group: Sequence[Result]) -> str:
 def _right(group: Sequence[Result]) -> str:
     if any(r.verdict == "blocked" for r in group):
         return "NO"
-    return "yes" if all(r.check.get("passed") is True for r in group) else "not checked everywhere"
+    return "yes" if all(r.check.get("passed") is True for r in _ran(group)) else "not checked everywhere"
+
+
+def _ran(group: Sequence[Result]) -> list[Result]:
+    """Points that have something to be right: a ratio, or a check of their own; all of them where none has."""
+    return [r for r in group if r.ratio is not None or r.check] or list(group)
 
 
 def _how_sure(group: Sequence[Result]) -> str:
@@ -131,7 +138,8 @@ def _how_sure(group: Sequence[Result]) -> str:
 
 
 def _still_right(group: Sequence[Result]) -> str:
-    verdicts = [r.check.get("passed") for r in group]
+    ran = _ran(group)
+    verdicts = [r.check.get("passed") for r in ran]
     names = sorted({text.plain(r.check.get("name")) for r in group if r.check.get("name")})
     by = f" ({', '.join(names)})" if names else ""
     failed = [r.frontier for r in group if r.verdict == "blocked" or r.check.get("passed") is False]
@@ -140,9 +148,10 @@ def _still_right(group: Sequence[Result]) -> str:
     passed = sum(v is True for v in verdicts)
     if not passed:
         return "not checked: no quality guard ran"
-    return (
-        f"yes: quality guard passed{by}" if passed == len(group) else f"checked at {passed} of {len(group)} points{by}"
-    )
+    if passed < len(ran):
+        return f"yes where checked: at {passed} of {text.count(len(ran), 'point')}{by}"
+    at = "" if passed == len(group) else f" at the {text.count(passed, 'point')} with a number"
+    return f"yes: quality guard passed{at}{by}"
 
 
 def limit(line: Sequence[Cell]) -> str:

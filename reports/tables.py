@@ -235,7 +235,7 @@ def guard(study: Study) -> Table:
         Column("context", "context"),
         Column("name", "guard"),
         Column("passed", "output right"),
-        Column("found", "found"),
+        Column("found", "found", _found),
     ]
     groups: dict[str, dict[str, Any]] = {}
     for r in study.results:
@@ -257,6 +257,12 @@ def guard(study: Study) -> Table:
     return Table(
         "guard", "Quality guard: is the output still right?", columns, rows, "No quality guard ran in these rows."
     )
+
+
+def _found(value: Any) -> str:
+    """What the guard said; its figures where it said nothing, they stand in the table's file in any case."""
+    reason = value.get("reason") if isinstance(value, dict) else None
+    return text.plain(reason or value)
 
 
 def _passed(value: Any) -> str:

@@ -26,7 +26,7 @@ GLOSSARY = (
         "verdict",
         "faster or slower: the 95 % interval lies wholly beyond the margin. same: the 90 % interval lies "
         "inside it. unclear: neither. blocked: the quality guard failed, so no speed is given. unsupported: an arm "
-        "cannot run here.",
+        "cannot run here, or the plan left the point out.",
     ),
     (
         "quality guard",

@@ -142,6 +142,8 @@ def from_json(kind: type, values: dict[str, Any]) -> Any:
     Raises:
         RowError: another schema version, a missing or an unknown field.
     """
+    if not isinstance(values, dict):
+        raise RowError(f"{kind.__name__}: a row is an object of names and values, not {type(values).__name__}")
     version = values.get("schema")
     if version != SCHEMA:
         raise RowError(f"{kind.__name__} has schema version {version!r}; this program reads version {SCHEMA}")

@@ -488,6 +488,29 @@ def test_broken_row_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "samples.jsonl:2" in failing(capsys, "build", str(folder))
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [("runs.jsonl", "[1, 2]", "not list"), ("job.json", '{"points": [null]}', "cannot be read as a run")],
+)
+def test_edited_rows_never_end_a_gate_as_a_slowdown(
+    file: str, line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = rows.write_run(tmp_path / "r", *one_point())
+    (folder / file).write_text(f"{line}\n", encoding="utf-8")
+    assert main(["gate", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_points_that_the_plan_left_out_are_neither_impossible_nor_unchecked(tmp_path: Path) -> None:
+    runs, samples, (ran,) = one_point()
+    left_out = dataclasses.replace(
+        rows.contrast("decode", 2048), ratio=None, low=None, high=None, verdict="unsupported", check={}
+    )
+    said = page(rows.write_run(tmp_path / "r", runs, samples, [ran, left_out]))
+    assert "not run at 2K" in said and "yes: quality guard passed at the 1 point with a number" in said
+
+
 def test_torn_last_line_is_said(tmp_path: Path) -> None:
     folder = rows.write_run(tmp_path / "r", *one_point())
     with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
