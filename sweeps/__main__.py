@@ -16,6 +16,7 @@ Exit codes: 0 done, 1 a point failed, 2 something on the command line or on this
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import sys
@@ -31,6 +32,8 @@ from sweeps.compose import CommandLine, Request, UsageError
 FREE_BYTES = 200_000_000
 """Space a run folder may need: rows, series, figures."""
 
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code. Errors become one line on stderr."""
@@ -43,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if environment.debug():
             raise
-        # Deliberate refusals are ValueErrors with a message made for people; anything else is a fault of ours.
+        # Deliberate refusals are ValueErrors with a message made for people, and a place that cannot be written is for
+        # the user to change; anything else is a fault of ours.
         refused = isinstance(error, ValueError)
         text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.errno in _DENIED:
+            refused = True
+            text = f"{error.filename or 'disk'}: {error.strerror}; give another place (run_dir= for a run)"
         hint = "" if refused else f" ({type(error).__name__}; LILYBENCH_DEBUG=1 shows where)"
         print(f"error: {text}{hint}", file=sys.stderr)
         return 2 if refused else 1

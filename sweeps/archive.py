@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import shutil
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path, PurePosixPath
 
 from sweeps.compose import UsageError
@@ -19,7 +22,7 @@ def pack(run: Path, file: Path | None = None) -> Path:
     """Write the folder `run` as one gzip'd tar; the default name is the folder's, beside it.
 
     Raises:
-        UsageError: no run folder, or the file exists.
+        UsageError: no run folder, the file exists, or it cannot be written.
     """
     if not (run / "job.json").is_file():
         raise UsageError(f"{run} is no run folder (it has no job.json): give a folder under reports/runs")
@@ -31,8 +34,11 @@ def pack(run: Path, file: Path | None = None) -> Path:
         with tarfile.open(partial, "w:gz") as archive:
             archive.add(run, arcname=run.name, filter=_plain)
         partial.rename(file)
+    except OSError as error:
+        raise UsageError(f"{run} cannot be packed as {file} ({_why(error)}): give another name") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return file
 
 
@@ -56,8 +62,9 @@ def unpack(file: Path, into: Path) -> Path:
             run is there already.
     """
     if not file.is_file():
-        raise UsageError(f"{file} does not exist: give a file written by pack")
+        raise UsageError(f"{file} {'is no file' if file.exists() else 'does not exist'}: give a file written by pack")
     try:
+        _whole(file)
         with tarfile.open(file, "r:gz") as archive:
             members = archive.getmembers()
             name = _checked(members, file)
@@ -67,9 +74,26 @@ def unpack(file: Path, into: Path) -> Path:
             with tempfile.TemporaryDirectory(dir=into, prefix=".unpack-") as folder:
                 archive.extractall(folder, members, filter="data")
                 shutil.move(Path(folder) / name, into / name)
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno and error.filename != str(file):
+            raise UsageError(f"cannot unpack into {into} ({_why(error)}): give another folder") from error
         raise UsageError(f"{file} is no readable archive ({error}): copy it again or pack the run again") from error
     return into / name
+
+
+def _whole(file: Path) -> None:
+    """Read `file` to its checksum, which lies behind the end of the tar: reading members alone never meets it."""
+    size = 0
+    with gzip.GzipFile(file, "rb") as stream:
+        while block := stream.read(1 << 20):
+            size += len(block)
+            if size > MOST_BYTES:
+                raise UsageError(f"{file} would unpack to more than {MOST_BYTES / 1e9:.0f} GB: it is no run")
+
+
+def _why(error: OSError) -> str:
+    """What the system said, with the file where it is another than the one asked for."""
+    return ": ".join(str(part) for part in (error.filename, error.strerror) if part) or type(error).__name__
 
 
 def _checked(members: list[tarfile.TarInfo], file: Path) -> str:

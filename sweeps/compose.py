@@ -33,8 +33,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import sweeps
-from ablations.arms import PRESETS, preset
+from ablations.arms import PRESETS, TOGGLES, preset
 from engine.config import EngineConfig
+from engine.ops import OPS
 from sweeps import toggles
 from sweeps.points import FRONTIERS
 
@@ -48,6 +49,13 @@ LEAST_PART_SECONDS = 60
 """Shortest part of a run, in seconds: below it, most of each part would go to loading weights and warming up."""
 
 _FREE_TEXT = frozenset({"model.reference", "run_dir", "subject.binary", "subject.gguf"})
+_OWNERS = {
+    "model.reference": "write model=FOLDER or model=ORG/NAME@REVISION",
+    "model.seed": "it takes model=tiny or model=synthetic-35b",
+    "model.skew": "it takes model=synthetic-35b",
+    "subject.binary": "it takes subject=llama_bench",
+    "subject.gguf": "it takes subject=llama_bench",
+}
 _PHASES = ("prefill", "decode")
 _CHOICES = {
     "arms": ("parallel", "serial"),
@@ -313,8 +321,14 @@ def _checked(key: str, value: str, known: Sequence[str]) -> list[str]:
         raise UsageError(f"unknown setting {key}: {fix}")
     if key in _CHOICES:
         return [f"{key}={_choice(key, unquote(value).lower())}"]
+    if key == "run_dir" and not unquote(value):
+        raise UsageError("run_dir= is empty: give a folder, or leave it out for one under reports/runs")
     if key in _FREE_TEXT:
         return [f"{key}={quote(unquote(value))}"]
+    if key == "model.seed" and not unquote(value).isdecimal():
+        raise UsageError(f"model.seed={value} is no count: write a whole number from 0 up")
+    if key.startswith("engine."):
+        _variant(key, unquote(value))
     plain = re.fullmatch(r"[A-Za-z0-9_./:+-]+|\[[^'\"]*\]", value)
     return [f"{key}={value if plain else quote(unquote(value))}"]
 
@@ -324,6 +338,18 @@ def _choice(key: str, value: str) -> str:
     if value not in allowed:
         raise UsageError(f"{key}={value} is unknown{_near(value, allowed)}; it takes {', '.join(allowed)}")
     return value
+
+
+def _variant(key: str, value: str) -> None:
+    """Refuse a variant that neither the op nor a toggle knows; else a run of skipped points would say it late."""
+    field = key.removeprefix("engine.")
+    op = OPS.get(field.removesuffix(".variant"))
+    if op is not None:
+        # Toggles name kernels that this build may not have: those are skipped with their reason.
+        named = (setting.fields.get(field) for toggle in TOGGLES.values() for setting in toggle.settings.values())
+        known = list(dict.fromkeys(["best", *op.variants, *(str(name) for name in named if name is not None)]))
+        if value not in known:
+            raise UsageError(f"{key}={value} is unknown{_near(value, known)}; it takes {', '.join(known)}")
 
 
 def _model(value: str) -> list[str]:
@@ -362,6 +388,8 @@ def _compose(overrides: Sequence[str]) -> dict[str, Any]:
             composed = compose("config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         first = str(error).strip().splitlines()[0]
+        if found := re.search(r"Could not override '((model|subject)\.\w+)'", first):
+            raise UsageError(f"{found[1]} does not go with this {found[2]}: {_OWNERS[found[1]]}") from error
         raise UsageError(f"the settings do not compose: {first}") from error
     finally:
         GlobalHydra.instance().hydra = held

@@ -65,7 +65,10 @@ def show(plan: Plan, console: Console | None = None, form: str = "true") -> None
     _list(console, "Notes", [*([model.missing] if model.missing else []), *plan.notes])
     basis = "measured by a probe" if plan.probed else "from the geometry"
     budget = spell_time(job.budget_seconds)
-    console.print(f"Total: {spell_time(plan.seconds)} ({basis}) of a budget of {budget}")
+    if all(len(row.skip) == len(job.arms) for row in plan.rows):
+        console.print("Total: nothing can be measured here, for the reasons above")
+    else:
+        console.print(f"Total: {spell_time(plan.seconds)} ({basis}) of a budget of {budget}")
     if plan.machine.kind == "cuda" or plan.parts > 1:
         console.print(_device_time(plan))
     console.print(f"Output: {job.run_dir}", markup=False)

@@ -56,6 +56,13 @@ def refused(capsys, *words: str) -> str:
         (["toggle.gdn_scan=registrs"], "registers"),
         (["engine.decode.feedbak=host"], "engine.decode.feedback"),
         (["engine=plane"], "plain"),
+        (["engine.linear=packd"], "it takes best, reference, mlx, expanded"),
+        (["engine.experts.variant=groupd"], "did you mean 'grouped'?"),
+        (["engine.linear="], "engine.linear="),
+        (["run_dir="], "run_dir= is empty"),
+        (["model.seed=x"], "model.seed=x is no count"),
+        (["model.skew=1"], "it takes model=synthetic-35b"),
+        (["subject.binary=/x"], "it takes subject=llama_bench"),
         (["sweep=publsh"], "publish"),
         (["ablation=a,b"], "-m"),
         (["frontiers=[300K]"], "262144"),
@@ -275,6 +282,25 @@ def _archive(path: Path, *members: tuple[str, bytes | None]) -> Path:
 def test_archives_that_are_no_runs(members, said, capsys, tmp_path):
     assert said in refused(capsys, "unpack", str(_archive(tmp_path / "a.tar.gz", *members)))
     assert not (tmp_path / "evil").exists()
+
+
+def test_a_place_that_cannot_be_written_is_not_the_archives_fault(capsys, run_folder, tmp_path):
+    file = tmp_path / "a.tar.gz"
+    assert "No such file" in refused(capsys, "pack", str(run_folder), str(tmp_path / "nowhere" / "a.tar.gz"))
+    assert main(["pack", str(run_folder), str(file)]) == 0
+    capsys.readouterr()
+    assert "cannot unpack into" in refused(capsys, "unpack", str(file), str(run_folder / "job.json"))
+    assert "is no file" in refused(capsys, "unpack", str(tmp_path))
+
+
+def test_an_archive_with_damage_inside(capsys, run_folder, tmp_path):
+    (run_folder / "noise").write_bytes(bytes(range(256)) * 400)
+    assert main(["pack", str(run_folder), str(tmp_path / "a.tar.gz")]) == 0
+    capsys.readouterr()
+    data = bytearray((tmp_path / "a.tar.gz").read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 40] = b"x" * 40
+    (tmp_path / "a.tar.gz").write_bytes(data)
+    assert "no readable archive" in refused(capsys, "unpack", str(tmp_path / "a.tar.gz"))
 
 
 def test_an_archive_cut_short(capsys, run_folder, tmp_path):
