@@ -147,10 +147,10 @@ def test_reuse_keeps_to_its_budget(own):
     answer(own, prefixes, list(range(200)))
     one = prefixes.nbytes
     prefixes = Prefixes(own.engine, BLOCK, int(2.5 * one))
-    for first in range(6):
+    for first in range(4):
         answer(own, prefixes, [first, *range(200)])
         assert prefixes.nbytes <= prefixes.budget
-    assert answer(own, prefixes, [5, *range(200)])[1] == 200 and answer(own, prefixes, [0, *range(200)])[1] == 0
+    assert answer(own, prefixes, [3, *range(200)])[1] == 200 and answer(own, prefixes, [0, *range(200)])[1] == 0
     small = Prefixes(own.engine, BLOCK, one // 3)
     answer(own, small, list(range(200)))
     assert small.nbytes <= one // 3
@@ -158,9 +158,9 @@ def test_reuse_keeps_to_its_budget(own):
 
 def test_restore_points_of_a_long_prompt_are_thinned(own):
     prefixes = Prefixes(own.engine, 4, 1 << 30)
-    answer(own, prefixes, [1] * 300)
+    answer(own, prefixes, [1] * 160)
     kept = [s.position for s in prefixes._saved[0].snapshots]
-    assert len(kept) == MOST_SNAPSHOTS and kept[-1] == 299 and max(b - a for a, b in zip(kept, kept[1:])) <= 80
+    assert len(kept) == MOST_SNAPSHOTS and kept[-1] == 159 and max(b - a for a, b in zip(kept, kept[1:])) <= 40
 
 
 def test_a_generation_that_is_left_saves_what_is_whole(own):
