@@ -24,6 +24,9 @@ def activation_dtype() -> mx.Dtype:
 def device_info() -> dict[str, Any]:
     """Name, kind and memory figures (bytes) of the default device, as MLX tells them."""
     info = dict(mx.device_info(mx.default_device())) if hasattr(mx, "device_info") else {}
+    # Rows are published: what tells one card from another of its kind stays out of them.
+    for identity in ("uuid", "pci_bus_id"):
+        info.pop(identity, None)
     info["kind"] = device_kind()
     info.setdefault("device_name", "cpu" if info["kind"] == "cpu" else "unknown")
     return info

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sweeps.rows import SampleRow, Status
+
 FRONTIERS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 """The ten context lengths of a full sweep, in tokens."""
 
@@ -73,3 +75,23 @@ class Job:
     argv: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     config_hash: str = ""
+
+
+def sample_row(
+    job: Job, session: int, point: Point, arm: Arm, status: Status, *, block: int = -1, slot: int = -1, **fields: Any
+) -> SampleRow:
+    """A row of `arm` at `point`, by default one that stands for the whole point; `fields` are those of `SampleRow`."""
+    return SampleRow(
+        run_id=job.run_id,
+        session=session,
+        point=point.key,
+        arm=arm.name,
+        arm_hash=arm.hash,
+        subject=arm.subject,
+        phase=point.phase,
+        frontier=point.frontier,
+        block=block,
+        slot=slot,
+        status=status,
+        **fields,
+    )

@@ -19,8 +19,7 @@ from sweeps.contrasts import contrast_rows
 from sweeps.ledger import CRASH, Ledger
 from sweeps.lock import DeviceBusy, device_lock
 from sweeps.plan import stopped_early
-from sweeps.points import Arm, Job, Point
-from sweeps.rows import SampleRow
+from sweeps.points import Job, sample_row
 from sweeps.schedule import Cell
 from sweeps.store import RETRY, Store, Tables, write_job, write_whole
 from sweeps.worker import STOPPED, in_flight_path
@@ -215,7 +214,7 @@ def _record_in_flight(job: Job, session: int, reason: str, attempt: str) -> bool
     path.unlink(missing_ok=True)
     point = next(point for point in job.points if point.key == cell.point)
     arm = next(arm for arm in job.arms if arm.name == cell.arm)
-    row = _row(job, session, point, arm, reason, cell.block, cell.slot)
+    row = sample_row(job, session, point, arm, "error", reason=reason, block=cell.block, slot=cell.slot)
     row.flags, row.extra = [CRASH, RETRY], {"attempt": attempt}
     Store(job.run_dir).append(row)
     return True
@@ -228,23 +227,6 @@ def _record_missing(job: Job, session: int, reason: str, attempt: str) -> None:
     for point in job.points:
         for arm in job.arms:
             if ledger.pending(point, [arm.name]):
-                row = _row(job, session, point, arm, f"not measured: {reason}", -1, -1)
+                row = sample_row(job, session, point, arm, "error", reason=f"not measured: {reason}")
                 row.flags = [RETRY]
                 store.append(row)
-
-
-def _row(job: Job, session: int, point: Point, arm: Arm, reason: str, block: int, slot: int) -> SampleRow:
-    return SampleRow(
-        run_id=job.run_id,
-        session=session,
-        point=point.key,
-        arm=arm.name,
-        arm_hash=arm.hash,
-        subject=arm.subject,
-        phase=point.phase,
-        frontier=point.frontier,
-        block=block,
-        slot=slot,
-        status="error",
-        reason=reason,
-    )

@@ -19,7 +19,7 @@ from sweeps.clock import Window, WindowVoid, timed
 from sweeps.environment import condition_flags
 from sweeps.guard import same_path
 from sweeps.ledger import CRASH, Ledger
-from sweeps.points import Arm, Job, Point
+from sweeps.points import Arm, Job, Point, sample_row
 from sweeps.prompts import digest
 from sweeps.rows import SampleRow, Status
 from sweeps.schedule import Cell, Group, Walk, block_cells, groups
@@ -637,18 +637,14 @@ class Session:
             "resumed": self.ledger.resumed and cell.block >= 0,
         }
         least_bytes, least_flops = self.tools.least(point)
-        return SampleRow(
-            run_id=self.job.run_id,
-            session=self.session,
-            point=point.key,
-            arm=arm.name,
-            arm_hash=arm.hash,
-            subject=arm.subject,
-            phase=point.phase,
-            frontier=point.frontier,
+        return sample_row(
+            self.job,
+            self.session,
+            point,
+            arm,
+            status,
             block=cell.block,
             slot=cell.slot,
-            status=status,
             flags=[*context.flags, *(name for name, on in marks.items() if on)],
             check=dict(context.checks.get(arm.name, {})),
             least_bytes=least_bytes,

@@ -23,9 +23,9 @@ from engine.config import ModelConfig
 from sweeps import ceilings, environment, sentinel, subjects
 from sweeps.clock import Clock, SystemClock
 from sweeps.guard import PointGuard
-from sweeps.points import Arm, Job, Point
+from sweeps.points import Job, Point, sample_row
 from sweeps.prompts import Prompts, WordEncoder, digest
-from sweeps.rows import RunRow, SampleRow, Status
+from sweeps.rows import RunRow, Status
 from sweeps.schedule import Cell
 from sweeps.session import Session
 from sweeps.store import Store, read_job
@@ -240,25 +240,8 @@ def _absent(store: Store, job: Job, session: int, absent: Mapping[str, tuple[Sta
         status, reason = absent.get(arm.name, ("ok", ""))
         for point in job.points:
             if arm.name in absent and (point.key, arm.name) not in known:
-                store.append(_whole_point(job, session, point, arm, status, reason))
+                store.append(sample_row(job, session, point, arm, status, reason=point.skip.get(arm.name, reason)))
     return any(status == "oom" for status, _ in absent.values())
-
-
-def _whole_point(job: Job, session: int, point: Point, arm: Arm, status: Status, reason: str) -> SampleRow:
-    return SampleRow(
-        run_id=job.run_id,
-        session=session,
-        point=point.key,
-        arm=arm.name,
-        arm_hash=arm.hash,
-        subject=arm.subject,
-        phase=point.phase,
-        frontier=point.frontier,
-        block=-1,
-        slot=-1,
-        status=status,
-        reason=point.skip.get(arm.name, reason),
-    )
 
 
 def _llama_bench(store: Store, job: Job, session: int) -> bool:
@@ -272,7 +255,7 @@ def _llama_bench(store: Store, job: Job, session: int) -> bool:
         done = {row.point for row in store.read().samples if (row.arm, row.session) == (arm.name, session)}
         for point in job.points:
             if arm.name in point.skip and point.key not in done:
-                store.append(_whole_point(job, session, point, arm, "skipped", ""))
+                store.append(sample_row(job, session, point, arm, "skipped", reason=point.skip.get(arm.name, "")))
         todo = [point for point in job.points if point.key not in done and arm.name not in point.skip]
         for row in measure(arm, job, session, todo) if todo else ():
             store.append(row)

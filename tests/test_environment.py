@@ -243,3 +243,16 @@ def test_the_cpu_kernel_takes_a_time_that_can_be_read():
     sentinel = Sentinel(cpu_kernel(), SystemClock(), False)
     sentinel.warm_up()
     assert 20_000 < sentinel.best_ns < 50_000_000
+
+
+def test_a_published_row_does_not_tell_one_card_from_another(monkeypatch):
+    """The rows of a borrowed GPU once carried its serial id."""
+    import mlx.core as mx
+
+    from engine.device import device_info
+
+    told = {"device_name": "NVIDIA H200", "uuid": "GPU-0", "pci_bus_id": "0000:00:06.0", "total_memory": 1}
+    monkeypatch.setattr(mx, "device_info", lambda device: told)
+    made = device_info()
+    assert made["device_name"] == "NVIDIA H200" and made["total_memory"] == 1
+    assert not {"uuid", "pci_bus_id"} & made.keys()

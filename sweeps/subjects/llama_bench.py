@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sweeps.points import Arm, Job, Point
+from sweeps.points import Arm, Job, Point, sample_row
 from sweeps.rows import SampleRow, Status
 from sweeps.subjects.base import SubjectError, is_out_of_memory
 
@@ -175,18 +175,4 @@ def rows(results: list[dict[str, Any]], arm: Arm, job: Job, session: int, point:
 def _row(
     arm: Arm, job: Job, session: int, point: Point, status: Status, reason: str | None, repetition: int = -1
 ) -> SampleRow:
-    return SampleRow(
-        run_id=job.run_id,
-        session=session,
-        point=point.key,
-        arm=arm.name,
-        arm_hash=arm.hash,
-        subject="llama_bench",
-        phase=point.phase,
-        frontier=point.frontier,
-        block=-1,
-        slot=repetition,
-        status=status,
-        reason=reason,
-        flags=["own_clock"],
-    )
+    return sample_row(job, session, point, arm, status, slot=repetition, reason=reason, flags=["own_clock"])
