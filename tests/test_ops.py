@@ -121,6 +121,7 @@ def test_every_op_has_a_best_variant_on_every_device(device):
     [
         ("decode_attention.heads", "4"),
         ("decode_attention.lanes", "apart"),
+        ("decode_attention.min_context", 4096),
         ("decode_attention.split", "blocks"),
         ("cache.layout", "paged"),
         ("speculative.drafter", "ngram"),

@@ -97,6 +97,9 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
         head=one("head", config.head),
         recorder=recorder,
     )
+    if attention.min_context != DecodeAttentionConfig.min_context:
+        reason = "no variant of this build changes its split with the context; blocks apply at every length"
+        raise VariantUnsupported("decode_attention", f"min_context {attention.min_context}", reason)
     if config.cache.layout != "contiguous":
         raise VariantUnsupported("cache", config.cache.layout, "no variant of this build reads a paged cache")
     if config.speculative.drafter != "off":
