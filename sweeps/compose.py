@@ -67,6 +67,7 @@ _CHOICES = {
     "wait": ("true", "false"),
     "probe": ("auto", "true", "false"),
     "decode.logprobs": ("true", "false"),
+    "decode.cache": ("own", "shared"),
 }
 
 
@@ -122,6 +123,7 @@ class Request:
     arms: str
     prompt: str
     logprobs: bool
+    shared_cache: bool
     seed: int
     dry_run: str
     fetch: bool
@@ -439,6 +441,7 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         arms=values["arms"],
         prompt=_prompt(values["prompt"]),
         logprobs=bool(values["decode"]["logprobs"]),
+        shared_cache=values["decode"]["cache"] == "shared",
         seed=_count("seed", values["seed"], least=0),
         dry_run=str(values["dry_run"]).lower(),
         fetch=bool(values["fetch"]),

@@ -259,6 +259,15 @@ class _Planner:
         self.serial = request.arms == "serial"
         self.notes: list[str] = []
         self._full: dict[str, int] = {}
+        self.donor = self._donor() if request.shared_cache else None
+
+    def _donor(self) -> str:
+        """The arm that fills the caches of all: the engine arm with the shortest prefill, the later of equals."""
+        if "prefill" in self.request.phases:
+            raise PlanError("decode.cache=shared goes with phases=[decode]: a timed prefill fills its own arm's cache")
+        longest = self.request.frontiers[-1]
+        engines = [arm for arm in reversed(self.arms) if arm.subject == "engine" and not arm.aa]
+        return min(engines, key=lambda a: self.forecast.prefill(a.name, longest, a.subject, self._chunk_of(a))).name
 
     def points(self) -> list[Point]:
         """All points in the order of frontiers, with every replicate the sweep allows."""
@@ -270,6 +279,8 @@ class _Planner:
             skip = {name: reason for name, reason in reasons.items() if reason}
             for phase in self.request.phases:
                 made.append(self._point(phase, frontier, dict(skip)))
+        if self.donor and self.serial:
+            raise PlanError("decode.cache=shared needs the caches of all arms at once: use fewer arms, or decode.cache=own")
         self._full = {point.key: point.blocks for point in made}
         return made
 
@@ -294,6 +305,7 @@ class _Planner:
             "frontier": frontier,
             "tokens": tokens if phase == "decode" else 0,
             "straight": straight,
+            **({"cache_from": self.donor} if self.donor else {}),
         }
         need = self.memory(frontier).total
         return Point(_digest(settings), phase, frontier, blocks, tokens, straight, skip, forecast_bytes=need)
@@ -355,7 +367,8 @@ class _Planner:
             warm = WARM_ROUNDS * min(16, point.decode_tokens) + point.decode_tokens
             each += step * (warm + 2 * point.blocks * point.decode_tokens)
             # The prefill of the same frontier serves as the cache, unless arms take turns or none is measured.
-            each += fill if self.serial or "prefill" not in self.request.phases else 0.0
+            alone = self.serial or "prefill" not in self.request.phases
+            each += fill if alone and self.donor in (None, arm.name) else 0.0
         return each + POINT_SECONDS + BLOCK_SECONDS * point.blocks
 
     @property
@@ -364,12 +377,13 @@ class _Planner:
 
     def walk_discount(self, points: list[Point]) -> float:
         """What `seconds` counts too often: on the walk a longer prompt contains the shorter ones."""
-        walk = [p for p in points if not p.straight and p.phase == "prefill" and p.blocks]
+        walk = [p for p in points if not p.straight and p.phase == self.request.phases[0] and p.blocks]
         saved = 0.0
         for shorter, longer in zip(walk, walk[1:]):
-            shared = min(shorter.blocks, longer.blocks)
+            shared = min(shorter.blocks, longer.blocks) if longer.phase == "prefill" else 1
             for arm in self.arms:
-                if arm.name not in shorter.skip and arm.name not in longer.skip:
+                walks = self.donor in (None, arm.name)
+                if walks and arm.name not in shorter.skip and arm.name not in longer.skip:
                     whole = self.forecast.prefill(arm.name, shorter.frontier, arm.subject, self._chunk_of(arm))
                     saved += min(whole, self.request.cap_seconds) * shared
         return saved
@@ -520,6 +534,7 @@ def _settings(
         "part_seconds": request.part_seconds,
         "dropped": dropped,
         "forecast_seconds": round(plan.total(points), 1),
+        "cache_from": plan.donor,
         "walk_check": 16_384 if 16_384 in walk else (walk[0] if walk else None),
         "published_claim": request.ablation["name"] in published(),
         "real_command": REAL_COMMAND if model.toy else None,

@@ -110,6 +110,7 @@ class Session:
         self._warm_seconds = warm_seconds(budget_seconds)
         self._cap = job.cap_seconds if job.cap_seconds > 0 else float("inf")
         self._serial = job.settings.get("arms") == "serial"
+        self._donor: str | None = job.settings.get("cache_from")
         self._states: dict[int, tuple[str, int, int, CanonicalState]] = {}
         self._place = {point.key: place for place, point in enumerate(job.points)}
         self._guarded: dict[str, Mapping[str, dict[str, Any]]] = {}
@@ -235,11 +236,12 @@ class Session:
         """Take every arm along one long prompt, side by side, and decode at each frontier on the way."""
         trial = self._trial(len(self.job.points), number, 0)
         tokens = self.tools.prompts.take(visits[-1], trial)
-        walks = {live.name: Walk(live.subject, tokens, live.chunk) for live in arms}
+        walking = [live for live in arms if self._donor in (None, live.name)]
+        walks = {live.name: Walk(live.subject, tokens, live.chunk) for live in walking}
         state = WalkRound(number, trial, tokens, walks)
-        self._warm_walks(state, group.prefill.get(visits[0]) or group.decode[visits[0]], arms)
+        self._warm_walks(state, group.prefill.get(visits[0]) or group.decode[visits[0]], walking)
         if number == 0 and self.session == 0:
-            state.straight = self._straight_once(visits, tokens, arms)
+            state.straight = self._straight_once(visits, tokens, walking)
         for frontier in visits:
             prefill, decode = group.prefill.get(frontier), group.decode.get(frontier)
             point = prefill or decode
@@ -419,6 +421,8 @@ class Session:
 
     def _barred(self, prefill: Point | None, live: Live) -> str | None:
         """Why this arm does not prefill here itself, or None."""
+        if self._donor not in (None, live.name):
+            return f"{self._donor} was to fill it for every arm"
         return self.ledger.shut(prefill, live.name) if prefill else None
 
     def _taken_over(self, live: Live, arms: Sequence[Live], frontier: int, trial: int) -> Ready | None:
@@ -429,7 +433,7 @@ class Session:
                 if ready.snapshot is not None:
                     donor.subject.restore(ready.snapshot)
                 live.subject.import_state(donor.subject.export_state())
-                return Ready(frontier, trial, ready.next_token, cache_from=donor.name)
+                return Ready(frontier, trial, ready.next_token, cache_from=ready.cache_from or donor.name)
         if frontier in self._states:
             name, kept_trial, next_token, state = self._states[frontier]
             live.subject.import_state(state)

@@ -109,6 +109,18 @@ def test_presets_against_each_other():
     ]
 
 
+def test_a_shared_decode_cache_is_filled_by_the_fastest_engine_arm_and_only_without_prefill():
+    words = ("ablation=full_vs_plain", "sweep=ten", "decode.cache=shared", "frontiers=[256,32K]")
+    own, shared = (made(*words[: 2 + n], words[3], "phases=[decode]") for n in (0, 1))
+    assert own.job.settings["cache_from"] is None and shared.job.settings["cache_from"] == "full"
+    assert shared.seconds < own.seconds
+    assert not {p.key for p in own.job.points} & {p.key for p in shared.job.points}
+    with pytest.raises(PlanError, match=r"phases=\[decode\]"):
+        made(*words)
+    with pytest.raises(PlanError, match="decode.cache=own"):
+        made(*words, "phases=[decode]", "arms=serial")
+
+
 def test_a_contradiction_of_toggle_and_field_is_refused():
     with pytest.raises(ArmError, match="contradict"):
         made("toggle.prefill_chunk=4096", "engine.prefill.chunk=512")

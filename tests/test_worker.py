@@ -306,6 +306,18 @@ def test_an_arm_known_to_be_too_slow_takes_over_a_state_with_serial_arms_too(tmp
     assert [row.reason for row in bench.rows(status="skipped")] == ["forecast at 1 h"]
 
 
+@pytest.mark.parametrize("walk_from", [1024, 1 << 60], ids=["walk", "straight"])
+def test_one_arm_can_fill_the_decode_cache_of_all(tmp_path, walk_from):
+    never = replace(A, options=A.options | {"ns_per_row": 10**9})  # its own prefill would run into the cap
+    again = replace(never, name="again", aa=True)
+    decode = [p for p in points([256, 1024, 4096], walk_from=walk_from) if p.phase == "decode"]
+    bench = Bench(job(tmp_path, [never, again, B], decode, settings={"cache_from": "b"}, cap_seconds=1.0))
+    assert bench.run()
+    for arm, source in (("b", None), ("a", "b"), ("again", "b")):
+        rows = bench.rows("decode", arm=arm)
+        assert len(rows) == 12 and {row.extra.get("cache_from") for row in rows} == {source}
+
+
 def test_a_window_that_raises_is_an_error_and_others_go_on(tmp_path):
     bench = Bench(job(tmp_path, [A, replace(B, options=B.options | {"fail_at": 512})], points([256, 512])))
     assert not bench.run()
