@@ -53,6 +53,7 @@ _OWNERS = {
     "model.reference": "write model=FOLDER or model=ORG/NAME@REVISION",
     "model.seed": "it takes model=tiny or model=synthetic-35b",
     "model.skew": "it takes model=synthetic-35b",
+    "model.layers": "it takes model=synthetic-35b",
     "subject.binary": "it takes subject=llama_bench",
     "subject.gguf": "it takes subject=llama_bench",
 }
@@ -101,6 +102,7 @@ class Request:
         frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
         budget_seconds, cap_seconds: limits of the whole run and of one prefill.
         part_seconds: limit of one invocation, or None.
+        planted: share of its time by which a copy of the engine's arm is slowed, or None.
         config: everything composed, for the record.
     """
 
@@ -122,6 +124,7 @@ class Request:
     blocks: int
     arms: str
     prompt: str
+    planted: float | None
     logprobs: bool
     shared_cache: bool
     seed: int
@@ -367,7 +370,7 @@ def known_keys() -> tuple[str, ...]:
     """Every key that may be set by hand, dotted: groups, fields of the engine, toggles, and the plain settings."""
     values = _compose([])
     values.pop("toggle")
-    own = {"model.reference", "subject.binary", "subject.gguf", "model.seed", "model.skew", *GROUPS}
+    own = {"model.reference", "subject.binary", "subject.gguf", "model.seed", "model.skew", "model.layers", *GROUPS}
     plain = {k: v for k, v in values.items() if k not in GROUPS}
     engine = {"engine": EngineConfig().to_dict()}
     return tuple(sorted({*own, *_flat(plain), *_flat(engine), *(f"toggle.{name}" for name in toggles.names())}))
@@ -440,6 +443,7 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         blocks=_count("blocks", _first(values["blocks"], sweep["blocks"])),
         arms=values["arms"],
         prompt=_prompt(values["prompt"]),
+        planted=_share("planted", _first(values["planted"], sweep.get("planted"))),
         logprobs=bool(values["decode"]["logprobs"]),
         shared_cache=values["decode"]["cache"] == "shared",
         seed=_count("seed", values["seed"], least=0),
@@ -490,6 +494,16 @@ def _part(value: Any) -> float | None:
     made = seconds("part", value)
     if made < LEAST_PART_SECONDS:
         raise UsageError(f"part={value} is too short to get anywhere: give at least {LEAST_PART_SECONDS} s")
+    return made
+
+
+def _share(key: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", str(value).strip())
+    made = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+    if not 0 < made <= 1:
+        raise UsageError(f"{key}={value} is no share: write 5% or 0.05")
     return made
 
 

@@ -332,9 +332,10 @@ class PointGuard:
                 continue  # an A/A arm is its reference
             checks.append(self._once(arm, reference.hash, phase, lambda r=reference: self._logits(arm, r, phase)))
         failed = [check for check in checks if not check["passed"]]
-        if checks or not arm.aa:
+        copy = arm.aa or "slowdown" in arm.options
+        if checks or not copy:
             return (failed or checks or [{}])[0]
-        twin = next((a for a in self.job.arms if a.hash == arm.hash and not a.aa), None)
+        twin = next((a for a in self.job.arms if a.hash == arm.hash and not (a.aa or a.options)), None)
         return self._of(twin, phase) if twin else {}
 
     def _once(self, arm: Arm, reference: str, phase: str, make: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import engine
 from engine.config import ModelConfig
 from engine.memory import weight_bytes
 from sweeps.compose import Request, UsageError, _near, options, resolve
@@ -80,24 +81,24 @@ def find(request: Request) -> Model:
     if group["kind"] == "embedded":
         return _embedded(group)
     if group["kind"] == "synthetic":
-        config = ModelConfig()
-        return _synthetic(group["name"], config, group)
+        config, name = ModelConfig(), group["name"]
+        if (layers := group["layers"]) is not None:
+            every = config.full_attention_interval
+            if not (isinstance(layers, int) and 0 < layers <= config.num_hidden_layers and layers % every == 0):
+                raise UsageError(
+                    f"model.layers={layers} is no cut of the model: write a multiple of {every} "
+                    f"up to {config.num_hidden_layers}"
+                )
+            config, name = dataclasses.replace(config, num_hidden_layers=layers), f"{name}-{layers}layers"
+        return _synthetic(name, config, group)
     if group["kind"] == "hub":
         return _hub(group["name"], group["repo"], group["revision"], request.fetch, f"model={group['name']}")
     return _custom(str(group["reference"]), request)
 
 
 def _embedded(group: dict[str, Any]) -> Model:
-    """The trained embedded checkpoint if this build has it, else one of the same kind made from a seed."""
-    import engine
-
-    folder = Path(engine.__file__).parent / "tiny" / "checkpoint"
-    if (folder / "config.json").is_file():
-        return read(folder, group["name"])
-    from engine.synthetic import tiny_config
-
-    config = tiny_config(max_position_embeddings=262_144)
-    return _synthetic(f"{group['name']}-synthetic", config, group)
+    """The trained model that is part of the package."""
+    return read(Path(engine.__file__).parent / "tiny" / "checkpoint", group["name"])
 
 
 def _synthetic(name: str, config: ModelConfig, group: dict[str, Any]) -> Model:

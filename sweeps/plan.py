@@ -180,13 +180,23 @@ def _arms(request: Request) -> tuple[list[Arm], list[Contrast]]:
         contrasts += [Contrast(f"{arm.name} vs {baseline.name}", arm.name, baseline.name) for arm in engine_arms]
     arms.append(_again(reference))
     contrasts.append(Contrast("A/A", arms[-1].name, reference.name))
-    return arms, contrasts
+    return _with_planted(request, arms, contrasts)
 
 
 def _calibration(request: Request) -> tuple[list[Arm], list[Contrast]]:
     arm = _engine_arm(request)
     arms = [arm, _again(arm), _again(arm, 2)]
-    return arms, [Contrast(f"A/A {i}", other.name, arm.name) for i, other in enumerate(arms[1:], 1)]
+    contrasts = [Contrast(f"A/A {i}", other.name, arm.name) for i, other in enumerate(arms[1:], 1)]
+    return _with_planted(request, arms, contrasts)
+
+
+def _with_planted(request: Request, arms: list[Arm], contrasts: list[Contrast]) -> tuple[list[Arm], list[Contrast]]:
+    """One more arm, the first one slowed, where that was asked for. Its hash stays: it runs the same engine."""
+    if request.planted is None:
+        return arms, contrasts
+    first, share = arms[0], f"{request.planted:.3g}"
+    slowed = dataclasses.replace(first, name=f"{first.name}.slowed", options={"slowdown": 1 + request.planted})
+    return [*arms, slowed], [*contrasts, Contrast(f"planted slowdown of {share}", slowed.name, first.name)]
 
 
 def _again(arm: Arm, number: int = 1) -> Arm:
@@ -280,7 +290,9 @@ class _Planner:
             for phase in self.request.phases:
                 made.append(self._point(phase, frontier, dict(skip)))
         if self.donor and self.serial:
-            raise PlanError("decode.cache=shared needs the caches of all arms at once: use fewer arms, or decode.cache=own")
+            raise PlanError(
+                "decode.cache=shared needs the caches of all arms at once: use fewer arms, or decode.cache=own"
+            )
         self._full = {point.key: point.blocks for point in made}
         return made
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ablations.arms import ArmError
 from engine.config import ModelConfig
-from sweeps import compose, plan, preview
+from sweeps import compose, models, plan, preview
 from sweeps.forecast import Probe, apple, cpu, cuda
 from sweeps.models import Model, read
 from sweeps.plan import PlanError
@@ -219,10 +219,29 @@ def test_an_arm_far_beyond_its_cap_is_skipped_for_prefill_only():
     }
 
 
-def test_calibration_is_only_a_a():
+def test_calibration_is_the_same_engine_again_and_once_slowed():
     job = made("sweep=calibrate").job
     assert {arm.hash for arm in job.arms} == {job.arms[0].hash}
-    assert [arm.aa for arm in job.arms] == [False, True, True] and len(job.contrasts) == 2
+    assert [arm.aa for arm in job.arms] == [False, True, True, False] and len(job.contrasts) == 3
+    assert job.arms[-1].options == {"slowdown": 1.05}
+
+
+def test_a_slowdown_can_be_planted_in_any_run():
+    job = made("planted=10%").job
+    assert [arm.name for arm in job.arms] == ["full", "mlx_lm", "full.again", "full.slowed"]
+    assert job.arms[-1].options == {"slowdown": 1.1} and job.contrasts[-1].name == "planted slowdown of 0.1"
+    assert not any("slowed" in arm.name for arm in made().job.arms)
+
+
+@pytest.mark.parametrize("layers", ["6", "0", "44", "four"])
+def test_a_cut_of_the_model_is_whole_periods_of_layers(layers):
+    with pytest.raises(compose.UsageError, match=rf"model\.layers={layers}"):
+        models.find(compose.request(["model=synthetic-35b", f"model.layers={layers}"]))
+
+
+def test_a_cut_model_says_so_in_its_name():
+    cut = models.find(compose.request(["model=synthetic-35b", "model.layers=8"]))
+    assert (cut.name, cut.config.num_hidden_layers) == ("synthetic-35b-8layers", 8)
 
 
 def test_a_job_survives_its_file(tmp_path):

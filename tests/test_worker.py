@@ -313,8 +313,8 @@ def test_one_arm_can_fill_the_decode_cache_of_all(tmp_path, walk_from):
     decode = [p for p in points([256, 1024, 4096], walk_from=walk_from) if p.phase == "decode"]
     bench = Bench(job(tmp_path, [never, again, B], decode, settings={"cache_from": "b"}, cap_seconds=1.0))
     assert bench.run()
-    for arm, source in (("b", None), ("a", "b"), ("again", "b")):
-        rows = bench.rows("decode", arm=arm)
+    for name, source in (("b", None), ("a", "b"), ("again", "b")):
+        rows = bench.rows("decode", arm=name)
         assert len(rows) == 12 and {row.extra.get("cache_from") for row in rows} == {source}
 
 

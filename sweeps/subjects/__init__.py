@@ -58,10 +58,18 @@ def make(arm: Arm, job: Job, shared: Shared | None = None, sleep: Sleep | None =
     if arm.subject == "mlx_lm":
         return _mlx_lm(arm, shared)
     if arm.subject == "engine":
-        from sweeps.subjects.engine import EngineSubject
-
-        return EngineSubject.from_arm(arm, shared)
+        return _engine(arm, shared)
     raise SubjectError(f"arm {arm.name}: unknown subject {arm.subject!r}; known: engine, mlx_lm, llama_bench, stub")
+
+
+def _engine(arm: Arm, shared: Shared) -> Subject:
+    from sweeps.clock import SystemClock
+    from sweeps.subjects.engine import EngineSubject
+    from sweeps.subjects.slowed import Slowed
+
+    subject = EngineSubject.from_arm(arm, shared)
+    slowdown = arm.options.get("slowdown")
+    return subject if slowdown is None else Slowed(subject, float(slowdown), SystemClock())
 
 
 def _mlx_lm(arm: Arm, shared: Shared) -> Subject:
