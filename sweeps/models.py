@@ -15,6 +15,7 @@ from typing import Any
 import engine
 from engine.config import ModelConfig
 from engine.memory import weight_bytes
+from engine.tiny import CHECKPOINT
 from sweeps.compose import Request, UsageError, _near, options, resolve
 
 TOY_BYTES = 2_000_000_000
@@ -98,7 +99,7 @@ def find(request: Request) -> Model:
 
 def _embedded(group: dict[str, Any]) -> Model:
     """The trained model that is part of the package."""
-    return read(Path(engine.__file__).parent / "tiny" / "checkpoint", group["name"])
+    return read(CHECKPOINT, group["name"])
 
 
 def _synthetic(name: str, config: ModelConfig, group: dict[str, Any]) -> Model:
