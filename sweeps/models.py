@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engine
 from engine.config import ModelConfig
 from engine.memory import weight_bytes
 from engine.tiny import CHECKPOINT
