@@ -41,6 +41,10 @@ HELPER V simd_max(V value) {
 
 HELPER float exp2_of(float x) { return exp2f(x); }
 HELPER float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+HELPER float exp_of(float x) { return expf(x); }
+HELPER float rsqrt_of(float x) { return rsqrtf(x); }
+HELPER float sin_of(float x) { return sinf(x); }
+HELPER float cos_of(float x) { return cosf(x); }
 template <typename To, typename From>
 HELPER To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
@@ -76,6 +80,11 @@ using namespace metal;
 
 HELPER float exp2_of(float x) { return metal::exp2(x); }
 HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
+// Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
+HELPER float exp_of(float x) { return metal::precise::exp(x); }
+HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
+HELPER float sin_of(float x) { return metal::precise::sin(x); }
+HELPER float cos_of(float x) { return metal::precise::cos(x); }
 #endif
 // ---- both ----
 
@@ -86,6 +95,17 @@ HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c
     if (first_thread) (output)[0] = type(as_type<float>(0x7fc00000u)); \
     return;                                                       \
   }
+
+HELPER float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+// log(1 + x) for x from 0 to 1 to full precision, as twice the series of atanh(x / (2 + x)): Metal has no log1p.
+HELPER float log1p_of(float x) {
+  const float ratio = x / (2.0f + x);
+  const float square = ratio * ratio;
+  float series = 1.0f / 17.0f;
+  UNROLL for (int power = 15; power > 0; power -= 2) series = multiply_add(series, square, 1.0f / float(power));
+  return 2.0f * ratio * series;
+}
 
 // One 16-byte word of device memory as floats: eight 16-bit numbers or four of 32 bits.
 HELPER void load_word(const device bfloat16_t* from, thread float* to) {
@@ -117,6 +137,15 @@ HELPER void load_word(const device float* from, thread float* to) {
   to[1] = word.y;
   to[2] = word.z;
   to[3] = word.w;
+}
+
+HELPER void store_word(const thread float* from, device float* to) {
+  float4 word;
+  word.x = from[0];
+  word.y = from[1];
+  word.z = from[2];
+  word.w = from[3];
+  ((device float4*)to)[0] = word;
 }
 
 // One exchange of `simd_sum_each` and those after it. The count is a template argument since a loop over it is not
