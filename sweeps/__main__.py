@@ -26,7 +26,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from sweeps import archive, compose, environment, forecast, models, plan, preview
+from sweeps import archive, compose, environment, forecast, models, plan, preview, subjects
 from sweeps.compose import CommandLine, Request, UsageError
 
 FREE_BYTES = 200_000_000
@@ -89,6 +89,7 @@ def sweep(jobs: Sequence[Sequence[str]]) -> int:
     for request, planned_job in zip(requests, plans):
         if request.dry_run == "false":
             planned_job.require_work()
+            subjects.reachable(planned_job.job)
     codes = []
     for (request, model), first in zip(planned, plans):
         if request.dry_run != "false":

@@ -48,7 +48,11 @@ COMMANDS = ("run", "tune", "calibrate", "pack", "unpack")
 LEAST_PART_SECONDS = 60
 """Shortest part of a run, in seconds: below it, most of each part would go to loading weights and warming up."""
 
-_FREE_TEXT = frozenset({"model.reference", "run_dir", "subject.binary", "subject.gguf"})
+_ENDPOINT = ("subject.url", "subject.model", "subject.key_env")
+_FREE_TEXT = frozenset({"model.reference", "run_dir", "subject.binary", "subject.gguf", *_ENDPOINT})
+_SHORT = {"url": "subject.url"}
+"""Keys that may be written without their group."""
+
 _OWNERS = {
     "model.reference": "write model=FOLDER or model=ORG/NAME@REVISION",
     "model.seed": "it takes model=tiny or model=synthetic-35b",
@@ -56,6 +60,7 @@ _OWNERS = {
     "model.layers": "it takes model=synthetic-35b",
     "subject.binary": "it takes subject=llama_bench",
     "subject.gguf": "it takes subject=llama_bench",
+    **dict.fromkeys(_ENDPOINT, "it takes subject=openai"),
 }
 _PHASES = ("prefill", "decode")
 _CHOICES = {
@@ -299,7 +304,7 @@ def checked(overrides: Sequence[str]) -> list[str]:
     made = []
     for word in overrides:
         key, value = word.split("=", 1)
-        value = value.strip()
+        key, value = _SHORT.get(key, key), value.strip()
         if key in seen and seen[key] != value:
             raise UsageError(f"{key} is set twice, to {seen[key]} and to {value}: keep one")
         seen[key] = value
@@ -370,7 +375,7 @@ def known_keys() -> tuple[str, ...]:
     """Every key that may be set by hand, dotted: groups, fields of the engine, toggles, and the plain settings."""
     values = _compose([])
     values.pop("toggle")
-    own = {"model.reference", "subject.binary", "subject.gguf", "model.seed", "model.skew", "model.layers", *GROUPS}
+    own = {"model.reference", "subject.binary", "subject.gguf", *_ENDPOINT, "model.seed", "model.skew", "model.layers", *GROUPS}
     plain = {k: v for k, v in values.items() if k not in GROUPS}
     engine = {"engine": EngineConfig().to_dict()}
     return tuple(sorted({*own, *_flat(plain), *_flat(engine), *(f"toggle.{name}" for name in toggles.names())}))

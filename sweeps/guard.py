@@ -321,6 +321,10 @@ class PointGuard:
     def _of(self, arm: Arm, phase: Phase) -> dict[str, Any]:
         if arm.subject == "mlx_lm":
             return self._once(arm, "", phase="prefill", make=lambda: self._gate(arm))
+        if arm.aa or "slowdown" in arm.options:
+            # A copy computes what its original does.
+            original = next((a for a in self.job.arms if a.config == arm.config and not (a.aa or a.options)), None)
+            return self._of(original, phase) if original else {}
         if self.shared is not None and self.shared.synthetic:
             return self._once(arm, "", phase=phase, make=lambda: self._layers(arm, phase))
         checks = []
@@ -332,11 +336,7 @@ class PointGuard:
                 continue  # an A/A arm is its reference
             checks.append(self._once(arm, reference.hash, phase, lambda r=reference: self._logits(arm, r, phase)))
         failed = [check for check in checks if not check["passed"]]
-        copy = arm.aa or "slowdown" in arm.options
-        if checks or not copy:
-            return (failed or checks or [{}])[0]
-        twin = next((a for a in self.job.arms if a.hash == arm.hash and not (a.aa or a.options)), None)
-        return self._of(twin, phase) if twin else {}
+        return (failed or checks or [{}])[0]
 
     def _once(self, arm: Arm, reference: str, phase: str, make: Any) -> dict[str, Any]:
         key = (arm.hash or arm.name, reference, phase)

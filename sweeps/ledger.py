@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sweeps.points import Arm, Job, Point
+from sweeps.points import APART, Arm, Job, Point
 from sweeps.rows import SampleRow, Status
 from sweeps.schedule import Cell, block_cells
 from sweeps.store import RETRY, Store, is_final
@@ -87,7 +87,7 @@ class Ledger:
     def is_covered(self, point: Point, arm: Arm) -> bool:
         """Whether the rows say all there is to say about `arm` at this point."""
         key = (point.key, arm.name)
-        if arm.subject == "llama_bench":
+        if arm.subject in APART:
             return key in self._seen
         if self.shut(point, arm.name) is not None:
             return key in self._noted

@@ -27,6 +27,7 @@ from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.rows import RowError
 from sweeps.session import warm_seconds
 from sweeps.store import RETRY, Store, read_job
+from sweeps.subjects.openai import Address
 
 STRAIGHT_CHUNKS = 4
 """Up to this many chunks a frontier is a fresh prompt for every trial; above, one walk covers them all."""
@@ -191,11 +192,14 @@ def _calibration(request: Request) -> tuple[list[Arm], list[Contrast]]:
 
 
 def _with_planted(request: Request, arms: list[Arm], contrasts: list[Contrast]) -> tuple[list[Arm], list[Contrast]]:
-    """One more arm, the first one slowed, where that was asked for. Its hash stays: it runs the same engine."""
+    """One more arm, the first one slowed, where that was asked for."""
     if request.planted is None:
         return arms, contrasts
     first, share = arms[0], f"{request.planted:.3g}"
-    slowed = dataclasses.replace(first, name=f"{first.name}.slowed", options={"slowdown": 1 + request.planted})
+    options = {"slowdown": 1 + request.planted}
+    slowed = dataclasses.replace(
+        first, name=f"{first.name}.slowed", options=options, hash=_digest({"arm": first.hash, **options})
+    )
     return [*arms, slowed], [*contrasts, Contrast(f"planted slowdown of {share}", slowed.name, first.name)]
 
 
@@ -253,6 +257,8 @@ def _baseline(request: Request) -> Arm | None:
             if not found.is_file():
                 raise PlanError(f"subject.{key}={found} does not exist: give the path of the {key} file")
             options[key] = str(found)
+    if name == "openai":
+        options["url"] = str(Address.read(options))
     return Arm(name, name, options=options, hash=_digest({"subject": name, **options}))
 
 

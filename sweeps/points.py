@@ -13,13 +13,16 @@ from sweeps.rows import SampleRow, Status
 FRONTIERS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 """The ten context lengths of a full sweep, in tokens."""
 
+APART = frozenset({"llama_bench", "openai"})
+"""Subjects that are measured apart: they order and time their own windows, and stand in no contrast."""
+
 
 @dataclass
 class Arm:
     """One configuration of one subject. `config` is EngineConfig as nested plain values (empty for other subjects)."""
 
     name: str
-    subject: Literal["engine", "mlx_lm", "llama_bench", "stub"]
+    subject: Literal["engine", "mlx_lm", "llama_bench", "openai", "stub"]
     config: dict[str, Any] = field(default_factory=dict)
     toggles: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sweeps.clock import Window
-from sweeps.points import Job, Point
+from sweeps.points import APART, Job, Point
 from sweeps.subjects.base import Prefilled, Subject, chunk_lengths
 
 
@@ -58,9 +58,9 @@ def block_order(names: Sequence[str], seed: str, block: int, *, walk: bool = Fal
 
 
 def block_cells(job: Job, session: int, point: Point, block: int) -> list[Cell]:
-    """Windows of one block in the order in which they run, arms skipped beforehand (and llama-bench, which orders
-    its own) left out."""
-    names = [arm.name for arm in job.arms if arm.name not in point.skip and arm.subject != "llama_bench"]
+    """Windows of one block in the order in which they run, arms skipped beforehand (and subjects measured
+    apart, which order their own) left out."""
+    names = [arm.name for arm in job.arms if arm.name not in point.skip and arm.subject not in APART]
     walk = point.phase == "prefill" and not point.straight
     turns: dict[str, int] = {}
     cells = []

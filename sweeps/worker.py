@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from engine.config import ModelConfig
 from sweeps import ceilings, environment, sentinel, subjects
 from sweeps.clock import Clock, SystemClock
 from sweeps.guard import PointGuard
-from sweeps.points import Job, Point, sample_row
-from sweeps.prompts import Prompts, WordEncoder, digest
-from sweeps.rows import RunRow, Status
+from sweeps.points import APART, Arm, Job, Point, sample_row
+from sweeps.prompts import Encoder, Prompts, WordEncoder, digest
+from sweeps.rows import RunRow, SampleRow, Status
 from sweeps.schedule import Cell
 from sweeps.session import Session
 from sweeps.store import Store, read_job
@@ -83,7 +83,7 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
     for torn in store.read().torn:
         print(f"{torn}: the last line was cut off; it is set aside and its window runs again", file=sys.stderr)
     failed = _absent(store, job, session, absent)
-    failed |= _llama_bench(store, job, session)
+    failed |= _apart(store, job, session, prompts, _encoder(shared), clock, budget_seconds)
 
     progress = Progress(job, session, clock)
     tools = Tools(
@@ -111,7 +111,7 @@ def build(job: Job, shared: Any) -> tuple[dict[str, Subject], dict[str, tuple[St
     made: dict[str, Subject] = {}
     absent: dict[str, tuple[Status, str]] = {}
     for arm in job.arms:
-        if arm.subject == "llama_bench":
+        if arm.subject in APART:
             continue
         try:
             made[arm.name] = subjects.make(arm, job, shared)
@@ -172,9 +172,14 @@ def _prompts(job: Job, shared: Any) -> Prompts:
     if shared is None:
         vocabulary = min([int(arm.options.get("vocab", 256)) for arm in job.arms if arm.subject == "stub"], default=256)
         return Prompts(WordEncoder(vocabulary), seed, kind)
-    vocabulary = shared.config.vocab_size
-    encoder = shared.tokenizer or WordEncoder(shared.real_vocab or vocabulary)
-    return Prompts(encoder, seed, kind, vocabulary)
+    return Prompts(_encoder(shared), seed, kind, shared.config.vocab_size)
+
+
+def _encoder(shared: Any) -> Encoder:
+    """The model's tokenizer, or what stands in for it."""
+    if shared is None:
+        return WordEncoder(256)
+    return shared.tokenizer or WordEncoder(shared.real_vocab or shared.config.vocab_size)
 
 
 def _run_row(job: Job, session: int, shared: Any, made: Mapping[str, Subject], prompts: Prompts) -> RunRow:
@@ -244,23 +249,42 @@ def _absent(store: Store, job: Job, session: int, absent: Mapping[str, tuple[Sta
     return any(status == "oom" for status, _ in absent.values())
 
 
-def _llama_bench(store: Store, job: Job, session: int) -> bool:
-    """Rows of arms that time themselves, at points that have none yet; True if one failed."""
+def _apart(
+    store: Store, job: Job, session: int, prompts: Prompts, encoder: Encoder, clock: Clock, budget_seconds: float
+) -> bool:
+    """Rows of arms that are measured apart, at points that have none yet; True if one failed."""
     failed = False
     for arm in job.arms:
-        if arm.subject != "llama_bench":
+        if arm.subject not in APART:
             continue
-        from sweeps.subjects.llama_bench import measure
-
         done = {row.point for row in store.read().samples if (row.arm, row.session) == (arm.name, session)}
         for point in job.points:
             if arm.name in point.skip and point.key not in done:
                 store.append(sample_row(job, session, point, arm, "skipped", reason=point.skip.get(arm.name, "")))
         todo = [point for point in job.points if point.key not in done and arm.name not in point.skip]
-        for row in measure(arm, job, session, todo) if todo else ():
+        for row in _measured(arm, job, session, todo, prompts, encoder, clock, budget_seconds) if todo else ():
             store.append(row)
             failed |= row.status not in ("ok", "skipped")
     return failed
+
+
+def _measured(
+    arm: Arm,
+    job: Job,
+    session: int,
+    points: list[Point],
+    prompts: Prompts,
+    encoder: Encoder,
+    clock: Clock,
+    budget_seconds: float,
+) -> Iterable[SampleRow]:
+    if arm.subject == "llama_bench":
+        from sweeps.subjects import llama_bench
+
+        return llama_bench.measure(arm, job, session, points)
+    from sweeps.subjects import openai
+
+    return openai.measure(arm, job, session, points, prompts, encoder, clock, budget_seconds * openai.BUDGET_SHARE)
 
 
 if __name__ == "__main__":

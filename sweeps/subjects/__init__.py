@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sweeps.points import Arm, Job
+from sweeps.points import APART, Arm, Job
 from sweeps.subjects.base import Subject, SubjectError
 
 if TYPE_CHECKING:
     from sweeps.subjects.shared import Shared
     from sweeps.subjects.stub import Sleep
 
-__all__ = ["make", "share"]
+__all__ = ["make", "reachable", "share"]
 
 
 def share(job: Job) -> Shared | None:
@@ -49,17 +49,28 @@ def make(arm: Arm, job: Job, shared: Shared | None = None, sleep: Sleep | None =
         from sweeps.subjects.stub import Stub, StubOptions
 
         return Stub(StubOptions.from_dict(arm.options), sleep)
-    if arm.subject == "llama_bench":
-        raise SubjectError(
-            f"arm {arm.name}: llama-bench times itself in its own process; use sweeps.subjects.llama_bench.measure"
-        )
+    if arm.subject in APART:
+        raise SubjectError(f"arm {arm.name}: {arm.subject} is measured apart; use `measure` in its module")
     if shared is None:
         raise SubjectError(f"arm {arm.name}: {arm.subject} needs the shared model of the job")
     if arm.subject == "mlx_lm":
         return _mlx_lm(arm, shared)
     if arm.subject == "engine":
         return _engine(arm, shared)
-    raise SubjectError(f"arm {arm.name}: unknown subject {arm.subject!r}; known: engine, mlx_lm, llama_bench, stub")
+    raise SubjectError(f"arm {arm.name}: unknown subject {arm.subject!r}; known: engine, mlx_lm, llama_bench, openai, stub")
+
+
+def reachable(job: Job) -> None:
+    """Ask every endpoint of `job` a first question, so that one that is not there costs no run.
+
+    Raises:
+        SubjectError: one of them does not answer as it must.
+    """
+    from sweeps.subjects import openai
+
+    for arm in job.arms:
+        if arm.subject == "openai":
+            openai.check(arm)
 
 
 def _engine(arm: Arm, shared: Shared) -> Subject:
