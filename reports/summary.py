@@ -227,6 +227,13 @@ def warnings(runs: Sequence[RunRow], study: Study) -> list[str]:
             "Synthetic weights: they are random, so the text means nothing and experts are not chosen as in real text. "
             "Output is checked layer by layer."
         )
+    for name in dict.fromkeys(study.label(r.run_id, r.arm) for r in study.rows.samples if "client_clock" in r.flags):
+        said.append(
+            f"{name} is an endpoint seen by a client: its prefill rate counts from the question to the first token, "
+            "with the way there, the queue and that token; its decode rate comes from the gaps of a stream. "
+            "It was measured apart from the other arms, its output is not checked, and it stands in no contrast. "
+            "Prompts that it had cached and answers that ended early are refused."
+        )
     if len({facts.signature(run) for run in runs}) > 1:
         said.append("These rows come from different machines, models or versions; their series are kept apart by name.")
     if any((run.git or {}).get("dirty") for run in runs):

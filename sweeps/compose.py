@@ -375,7 +375,7 @@ def known_keys() -> tuple[str, ...]:
     """Every key that may be set by hand, dotted: groups, fields of the engine, toggles, and the plain settings."""
     values = _compose([])
     values.pop("toggle")
-    own = {"model.reference", "subject.binary", "subject.gguf", *_ENDPOINT, "model.seed", "model.skew", "model.layers", *GROUPS}
+    own = {*_OWNERS, *GROUPS}
     plain = {k: v for k, v in values.items() if k not in GROUPS}
     engine = {"engine": EngineConfig().to_dict()}
     return tuple(sorted({*own, *_flat(plain), *_flat(engine), *(f"toggle.{name}" for name in toggles.names())}))

@@ -57,7 +57,8 @@ def make(arm: Arm, job: Job, shared: Shared | None = None, sleep: Sleep | None =
         return _mlx_lm(arm, shared)
     if arm.subject == "engine":
         return _engine(arm, shared)
-    raise SubjectError(f"arm {arm.name}: unknown subject {arm.subject!r}; known: engine, mlx_lm, llama_bench, openai, stub")
+    known = ", ".join(["engine", "mlx_lm", "stub", *sorted(APART)])
+    raise SubjectError(f"arm {arm.name}: unknown subject {arm.subject!r}; known: {known}")
 
 
 def reachable(job: Job) -> None:

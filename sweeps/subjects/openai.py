@@ -2,10 +2,10 @@
 
 What a client sees of prefill is the time from the question to the first token of the answer, and of decoding the gaps
 between the tokens of a stream. So its rates include the way there and back, the queue, and in prefill the first token.
-Like llama-bench it is measured apart from the other arms and stands in no contrast: whether its weights and its output are
-theirs cannot be known. What it can be held to is checked: every prompt is a fresh one, a prompt that the server says it
-had cached is refused, and so is an answer that ends early, since this API cannot ask for an end to be ignored. The API
-knows no restore point either: each decode window sends its whole prompt again, and only the gaps after it are timed.
+Like llama-bench it is measured apart from the other arms and stands in no contrast: whether its weights and its output
+are theirs cannot be known. What it can be held to is checked: every prompt is a fresh one, a prompt that it says it had
+cached is refused, and so is an answer that ends early, since this API cannot ask for an end to be ignored. The
+API knows no restore point either: a decode window sends its whole prompt again, and only the gaps after it are timed.
 
 Prompts go as ids where the endpoint takes them and shows that it has the same tokenizer, else as text, whose tokens the
 server counts.
@@ -105,7 +105,7 @@ class Address:
         if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
             raise EndpointError(f"url={url} is no endpoint: write http://HOST:PORT/v1")
         if "@" in parts.netloc:
-            raise EndpointError("url= holds a user or password, which would end up in rows: use subject.key_env=VARIABLE")
+            raise EndpointError("url= holds a password, which would end up in rows: use subject.key_env=VARIABLE")
         name = options.get("key_env")
         if name and not os.environ.get(name):
             raise EndpointError(f"subject.key_env={name}: there is no such environment variable with a key in it")
@@ -201,7 +201,7 @@ class Endpoint:
             answer = connection.getresponse()
             self._accept(answer)
             if "text/event-stream" not in (answer.getheader("content-type") or ""):
-                raise EndpointError(f"{self.address}: its answer is no stream of events; is it an OpenAI-compatible server?")
+                raise EndpointError(f"{self.address}: its answer is no stream of events; is it such a server?")
             while line := answer.readline():
                 now = self._clock.now_ns()
                 if now > end:
@@ -328,7 +328,7 @@ def source(endpoint: Endpoint, prompts: Prompts, encoder: Encoder, seconds: floa
     tokenizer of our own there is no text to compare, and ids are all there is.
 
     Raises:
-        EndpointError: it takes ids only as somebody else's, and does not count text; or it takes none where there is no text.
+        EndpointError: it does not count text, or takes no ids where there is no text.
     """
     ids = prompts.take(256, 0)
     by_ids = None
@@ -345,7 +345,7 @@ def source(endpoint: Endpoint, prompts: Prompts, encoder: Encoder, seconds: floa
     if by_ids is not None and by_ids.text == by_text.text and counted in (None, ours):
         return Source(prompts, encoder, "ids")
     if not counted:
-        raise EndpointError(f"{endpoint.address} counts no tokens (usage), so the length of a prompt in text is unknown")
+        raise EndpointError(f"{endpoint.address} counts no tokens (usage), so the length of a text is unknown")
     return Source(prompts, encoder, "text", counted / ours)
 
 
@@ -413,7 +413,7 @@ def _point(
         yield row
 
 
-def window(answer: Streamed, point: Point, tokens: int, form: Literal["ids", "text"]) -> tuple[int, int, dict[str, Any]]:
+def window(answer: Streamed, point: Point, tokens: int, form: str) -> tuple[int, int, dict[str, Any]]:
     """Tokens and time of one answer to a request for `tokens` tokens, and what the server said about it.
 
     Raises:
