@@ -8,6 +8,8 @@ from pathlib import Path
 # Before any import that could ask a hub: a test never downloads.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("MPLBACKEND", "Agg")
+# MLX multiplies float32 in TF32 on CUDA unless told not to; a reference must not.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 # The engine loads the BLAS that MLX is to use, so it comes before MLX.
 import engine  # noqa: F401
