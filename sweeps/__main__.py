@@ -112,7 +112,8 @@ def run(request: Request, model: models.Model, first: plan.Plan) -> int:
     interrupted = plan.interrupted(first.job)
     job = interrupted or _probed(request, model, first).job
     if interrupted:
-        print(f"going on with the interrupted run {job.run_dir}", file=sys.stderr)
+        done = "the finished run" if plan.finished(job) else "the interrupted run"
+        print(f"going on with {done} {job.run_dir}", file=sys.stderr)
     code = runner.run(job)
     _keep_hydra(job.run_dir, request)
     if model.toy and code != 2:
