@@ -69,9 +69,13 @@ _ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": 20,
     "simdgroups_per_threadgroup": 21,
 }
-# Threadgroup arrays lie side by side; what runs past one must not land in the next.
+# Threadgroup arrays lie side by side; what runs past one must not land in the next. The statement
+# keeps the optimiser from taking an array apart, gap and all, whose every index it knows.
 _GAP = 64
-_ARRAY = ("threadgroup type name[extent]", f"threadgroup type name[(extent) + {_GAP} / sizeof(type)]")
+_ARRAY = (
+    "threadgroup type name[extent]",
+    f'threadgroup type name[(extent) + {_GAP} / sizeof(type)]; __asm__ volatile("" : : "r"(name))',
+)
 # clang knows literals that Metal does not, such as 1.0f16.
 _NUMBER = re.compile(r"(?<![\w.])\.?\d(?:[eE][+-]|[\w.])*")
 _METALS = re.compile(r"(0x[\da-f]+|\d+)(u?l?)|(\d+\.\d*|\.\d+|\d+)(e[+-]?\d+)?[fh]?", re.IGNORECASE)
