@@ -2,9 +2,10 @@
 
     python -m engine.tiny.evaluate --trained OUT --data .tiny
 
-Without ``--trained`` the bfloat16 original is left out, without ``--data`` the 5-gram model. The
-checkpoint is read from its shipped files and unpacked; the pass is PyTorch's in float32 (that
-the engine and MLX-LM give the same logits from the same files is a test of its own), on a GPU if there is one.
+Without ``--trained`` the bfloat16 original is left out; without ``--data`` the 5-gram model, the chats and the load
+of experts over the whole test side are (the held-out text stands in for it). The checkpoint is read from its shipped
+files and unpacked; the pass is PyTorch's in float32 (that the engine and MLX-LM give the same logits from the same
+files is a test of its own), on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ import torch.nn.functional as F
 
 from engine.config import GROUP_SIZE, ModelConfig
 from engine.tiny import CHECKPOINT
-from engine.tiny.corpus import load_ids
-from engine.tiny.network import Forward, build, rms
+from engine.tiny.corpus import KINDS, load_ids
+from engine.tiny.network import CHUNK, Forward, build, rms
 from engine.tiny.ngram import ORDER, KneserNey
+from engine.tiny.tokenizer import END
 from engine.tiny.train import named
 
+WRITTEN = ("README.md", "evaluation.json")
+"""What this script puts beside the weights."""
 HELDOUT = Path(__file__).parent / "heldout"
 WINDOW = 4096
+DEPTHS = (0, 512, 1536, 3584, 7680)
+"""Tokens before a block of `BLOCK` tokens whose perplexity is taken at each; training saw up to 4,096 in all."""
+BLOCK = 512
 SEAM = "\n\f\n"
 """What stands between two files of a held-out text."""
 
 PROMPTS = {
     "code": (
-        "import os\nimport sys\n\n\ndef main():\n    ",
+        "import os\nimport sys\n\n\ndef main():\n",
         "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
         "def read_lines(path):\n    with open(path) as f:\n",
         "    def test_empty(self):\n        self.assert",
@@ -113,7 +120,7 @@ def make_forward(folder: Path, tensors: dict[str, torch.Tensor], device: str) ->
 
 @torch.no_grad()
 def score(forward: Forward, ids: np.ndarray, device: str, windows: int) -> dict[str, np.ndarray]:
-    """Losses, hits, draft agreement and expert shares over whole windows of ``WINDOW`` predictions."""
+    """Losses, hits and draft agreement over whole windows of ``WINDOW`` predictions."""
     rows: dict[str, list[np.ndarray]] = {}
 
     def keep(name: str, value: torch.Tensor) -> None:
@@ -125,14 +132,13 @@ def score(forward: Forward, ids: np.ndarray, device: str, windows: int) -> dict[
         raise ValueError(f"the text has {len(ids)} tokens, under one window of {WINDOW}: give a longer one")
     for i in range(count):
         window = torch.from_numpy(ids[i * WINDOW : i * WINDOW + WINDOW + 2].astype(np.int64))[None].to(device)
-        before, _, share = forward.trunk(window[:, :-2])
+        before, _, _ = forward.trunk(window[:, :-2])
         after = rms(before, model.model.norm)
         logits = F.linear(after, model.lm_head.weight)[0]
         target = window[0, 1:-1]
         greedy = logits.argmax(-1)
         keep("loss", F.cross_entropy(logits, target, reduction="none"))
         keep("hit", greedy == target)
-        keep("share", share)
         for name, hidden in (("after", after), ("before", before)):
             drafted, _ = forward.draft(hidden, window[:, 1:-1])
             draft = F.linear(rms(drafted, head.norm), model.lm_head.weight)[0].argmax(-1)
@@ -144,8 +150,6 @@ def score(forward: Forward, ids: np.ndarray, device: str, windows: int) -> dict[
 def summary(scored: dict[str, np.ndarray], bytes_per_token: float) -> dict[str, Any]:
     """The card's figures of one text."""
     loss = float(scored["loss"].mean())
-    experts = scored["share"].mean(0) * scored["share"].shape[-1]
-    edges = (0, 64, 256, 1024, 2048, 3072, 4096)
     return {
         "tokens": int(scored["loss"].size),
         "bits_per_byte": loss / math.log(2) / bytes_per_token,
@@ -153,26 +157,67 @@ def summary(scored: dict[str, np.ndarray], bytes_per_token: float) -> dict[str, 
         "top1": float(scored["hit"].mean()),
         "draft_after_norm": float(scored["agree_after"].mean()),
         "draft_before_norm": float(scored["agree_before"].mean()),
-        "by_position": {f"{a}-{b}": math.exp(float(scored["loss"][:, a:b].mean())) for a, b in zip(edges, edges[1:])},
-        "experts": [[float(row.min()), float(row.max())] for row in experts],
+        "by_window": [math.exp(float(row.mean())) for row in scored["loss"]],
     }
 
 
-def continuations(folder: Path, count: int = 48) -> dict[str, list[tuple[str, str]]]:
-    """Greedy continuations by the engine itself, from the shipped files."""
+@torch.no_grad()
+def by_depth(forward: Forward, ids: np.ndarray, device: str, blocks: int) -> dict[str, float]:
+    """Perplexity of the same `blocks` blocks of text with more and more text before them, by its tokens.
+
+    Positions of one long text differ in what stands there; here only what the model has read differs.
+    """
+    starts = np.linspace(DEPTHS[-1], len(ids) - BLOCK - 1, blocks).astype(int)
+    found: dict[str, float] = {}
+    for depth in DEPTHS:
+        losses = []
+        for start in starts:
+            window = torch.from_numpy(ids[start - depth : start + BLOCK + 1].astype(np.int64)).to(device)
+            hidden, _, _ = forward.trunk(window[None, :-1])
+            logits = F.linear(rms(hidden[0, -BLOCK:], forward.model.model.norm), forward.model.lm_head.weight)
+            losses.append(F.cross_entropy(logits, window[-BLOCK:]).item())
+        found[str(depth)] = math.exp(float(np.mean(losses)))
+    return found
+
+
+@torch.no_grad()
+def expert_load(forward: Forward, texts: dict[str, np.ndarray], device: str) -> dict[str, Any]:
+    """Load of each layer's least and most used expert, as a multiple of the fair share, by text and over ``all``."""
+    assigned: dict[str, torch.Tensor] = {}
+    for kind, ids in texts.items():
+        whole = len(ids) // CHUNK * CHUNK
+        for start in range(0, whole, WINDOW):
+            window = torch.from_numpy(ids[start : min(start + WINDOW, whole)].astype(np.int64))[None].to(device)
+            _, _, share = forward.trunk(window)
+            assigned[kind] = assigned.get(kind, torch.zeros(())) + share.cpu() * window.shape[1]
+    assigned["all"] = torch.stack(list(assigned.values())).sum(0)
+    loads = {kind: counts / counts.mean(-1, keepdim=True) for kind, counts in assigned.items()}
+    return {
+        "tokens": {kind: round(float(counts[0].sum())) for kind, counts in assigned.items()},
+        "load": {kind: [[float(row.min()), float(row.max())] for row in load] for kind, load in loads.items()},
+    }
+
+
+def continuations(folder: Path, count: int = 48) -> dict[str, list[dict[str, str]]]:
+    """Continuations by the engine itself, from the shipped files: greedy, and drawn as the checkpoint asks, seed 0."""
     from engine.checkpoint import load
-    from engine.generate import Engine
+    from engine.generate import Engine, Sampling
     from engine.tokenizer import Tokenizer
 
     checkpoint = load(folder)
     tokenizer = Tokenizer.from_path(folder)
     running = Engine(checkpoint.config, checkpoint.weights)
-    found: dict[str, list[tuple[str, str]]] = {}
+    asked = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    ways = {"greedy": Sampling(), "drawn": Sampling(*(asked[name] for name in ("temperature", "top_k", "top_p")))}
+    found: dict[str, list[dict[str, str]]] = {}
     for kind, prompts in PROMPTS.items():
         for prompt in prompts:
-            running.reset()
-            ids = list(running.generate(tokenizer.encode(prompt), count))
-            found.setdefault(kind, []).append((prompt, tokenizer.decode(ids)))
+            made = {"prompt": prompt}
+            for name, way in ways.items():
+                running.reset()
+                ids = running.generate(tokenizer.encode(prompt), count, way, 0, stop_ids=tuple(tokenizer.stop_ids))
+                made[name] = tokenizer.decode(list(ids))
+            found.setdefault(kind, []).append(made)
     return found
 
 
@@ -189,29 +234,38 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     counted = None
     if options.data:
         counted = KneserNey(np.concatenate([load_ids(options.data, "train", k) for k in ("code", "prose", "chat")]))
+    texts = {kind: heldout_ids(tokenizer, kind) for kind in ("code", "prose")}
+    if options.data:
+        chats = load_ids(options.data, "test", "chat")
+        texts["chat"] = chats, len(tokenizer.decode(chats.tolist(), skip_special_tokens=False).encode()) / len(chats)
     result: dict[str, Any] = {"windows": options.windows, "window": WINDOW}
-    for kind in ("code", "prose"):
-        text = (HELDOUT / f"{kind}.txt").read_text(encoding="utf-8")
-        end = tokenizer.token_to_id("<|endoftext|>")
-        ids: list[int] = []
-        for piece in text.split(SEAM):
-            ids += [*tokenizer.encode(piece, add_special_tokens=False).ids, end]
-        array = np.asarray(ids, np.uint16)
-        per_token = len(text.encode()) / len(array)
-        scored = score(packed, array, device, options.windows)
+    for kind, (ids, per_token) in texts.items():
+        scored = score(packed, ids, device, options.windows)
         entry: dict[str, Any] = {"bytes_per_token": per_token, "four_bit": summary(scored, per_token)}
         if original:
-            entry["bf16"] = summary(score(original, array, device, options.windows), per_token)
+            entry["bf16"] = summary(score(original, ids, device, options.windows), per_token)
         if counted:
-            used = scored["loss"].size
             # Same targets but for the first four, which have no full context.
-            loss = -float(counted.log_probabilities(array[: used + 1]).mean())
+            loss = -float(counted.log_probabilities(ids[: scored["loss"].size + 1]).mean())
             entry["five_gram"] = {"perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2) / per_token}
+        if len(ids) > DEPTHS[-1] + 2 * BLOCK and options.blocks:
+            entry["by_depth"] = by_depth(packed, ids, device, options.blocks)
         result[kind] = entry
         print(json.dumps({kind: entry}), flush=True)
-    if options.continue_tokens:
-        result["continuations"] = continuations(options.checkpoint, options.continue_tokens)
+    result["continuations"] = continuations(options.checkpoint, options.continue_tokens)
+    whole = {kind: load_ids(options.data, "test", kind) for kind in KINDS} if options.data else None
+    result["experts"] = expert_load(packed, whole or {kind: ids for kind, (ids, _) in texts.items()}, device)
     return result
+
+
+def heldout_ids(tokenizer: Any, kind: str) -> tuple[np.ndarray, float]:
+    """Token ids of a held-out text, uint16, each file followed by the end token, and its bytes a token."""
+    text = (HELDOUT / f"{kind}.txt").read_text(encoding="utf-8")
+    end = tokenizer.token_to_id(END)
+    ids: list[int] = []
+    for piece in text.split(SEAM):
+        ids += [*tokenizer.encode(piece, add_special_tokens=False).ids, end]
+    return np.asarray(ids, np.uint16), len(text.encode()) / len(ids)
 
 
 # -- the card ------------------------------------------------------------------------------------
@@ -219,10 +273,18 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 def card(result: dict[str, Any], checkpoint: Path, sources: dict[str, Any] | None, log: list[dict[str, Any]]) -> str:
     """The model card in Markdown."""
+    parts = [what_it_is(checkpoint), how_it_was_made(log), what_it_scores(result), text_of(result)]
+    if sources:
+        parts.append(licences(sources))
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def what_it_is(checkpoint: Path) -> list[str]:
+    """Purpose and architecture."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["text_config"]
-    size = sum(p.stat().st_size for p in checkpoint.iterdir() if p.name != "README.md")
-    end = log[-1] if log else {}
-    lines = [
+    size = sum(p.stat().st_size for p in checkpoint.iterdir() if p.name not in WRITTEN)
+    count = sum(tensor.numel() for tensor in read_packed(checkpoint).values())
+    return [
         "# The embedded checkpoint",
         "",
         "A small trained language model of the `qwen3_5_moe` architecture, so that perplexity, top-1 agreement, greedy",
@@ -237,54 +299,77 @@ def card(result: dict[str, Any], checkpoint: Path, sources: dict[str, Any] | Non
         f"key/value head of {config['head_dim']} (64 rotary), "
         f"{config['linear_num_key_heads']} key and {config['linear_num_value_heads']} value state heads of "
         f"{config['linear_key_head_dim']}, top-{config['num_experts_per_tok']} of {config['num_experts']} experts of "
-        f"{config['moe_intermediate_size']} and a shared one, a vocabulary of {config['vocab_size']}, one multi-token-"
-        "prediction layer (`mtp.*`, stored as the trunk is).",
-        f"25.2 M parameters, {size / 2**20:.2f} MiB: MLX-LM's affine packing, 4 bits in groups of 64, router gates",
-        "in 8.",
-        "",
+        f"{config['moe_intermediate_size']} and a shared one, a vocabulary of {config['vocab_size']:,}, one "
+        "multi-token-prediction layer (`mtp.*`, stored as the trunk is).",
+        f"{count / 1e6:.1f} M parameters, {size / 2**20:.2f} MiB with its tokenizer: MLX-LM's affine packing, 4 bits",
+        "in groups of 64, router gates in 8.",
+    ]
+
+
+def how_it_was_made(log: list[dict[str, Any]]) -> list[str]:
+    """The commands, and what the training log says of the run."""
+    lines = [
         "## How it was made",
         "",
-        "    python -m engine.tiny.corpus --out .tiny                # text, split by file, and tokenizer",
-        "    python -m engine.tiny.train --data .tiny --out OUT      # one GPU",
+        "    python -m engine.tiny.corpus --out .tiny                # text, split by file, and tokenizer (Debian 12)",
+        "    python -m engine.tiny.train --data .tiny --out OUT      # one GPU; a slower one wants more --minutes",
         "    python -m engine.tiny.convert --trained OUT             # mlx_lm.convert, then the draft head",
         "    python -m engine.tiny.evaluate --trained OUT --data .tiny",
-        "",
     ]
-    if end:
+    if log:
+        end = log[-1]
         lines += [
-            f"Trained from scratch on {end['device']}: {end['steps']:,} steps, {end['tokens'] / 1e6:.0f} M tokens, "
-            f"{end['seconds'] / 60:.1f} minutes in all; windows of 1,024 tokens, of 4,096 in the last 35 %.",
+            "",
+            f"Trained from scratch on one {end['device']} in one run of {end['seconds']:.0f} seconds: {end['steps']:,} "
+            f"steps, {end['tokens']:,} tokens;",
+            "windows of 1,024 tokens, of 4,096 in the last 35 % of the time.",
             "In the last tenth the forward pass saw weights rounded to the 4-bit grid (straight-through gradients).",
             "Muon for the matrices inside layers, AdamW for the rest; the loss adds 0.3 of the draft head's and 0.01",
             "of each layer's load balance.",
-            "",
         ]
-    lines += [
+    return lines
+
+
+def what_it_scores(result: dict[str, Any]) -> list[str]:
+    """Every table of figures."""
+    kinds = [kind for kind in KINDS if kind in result]
+    lines = [
         "## What it scores",
         "",
-        f"Held-out files ([`../heldout`](../heldout)), windows of {WINDOW:,} tokens, every position counted.",
+        "All of this is held-out text: files that training never saw. Code and prose are [`../heldout`](../heldout)"
+        + (", chats are made of the test side's docstrings." if "chat" in kinds else "."),
+        f"Windows of {WINDOW:,} tokens, every position counted. The command is the last one above; the same figures,",
+        "unrounded, are in [`evaluation.json`](evaluation.json).",
         "",
-        "| text | model | bits a byte | perplexity | top-1 |",
-        "|---|---|---|---|---|",
+        "| text | tokens | model | bits a byte | perplexity | top-1 |",
+        "|---|---|---|---|---|---|",
     ]
-    for kind in ("code", "prose"):
+    for kind in kinds:
+        tokens = result[kind]["four_bit"]["tokens"]
         for key, label in (("four_bit", "4-bit, as shipped"), ("bf16", "bfloat16 original"), ("five_gram", "5-gram")):
             if key in result[kind]:
                 f = result[kind][key]
                 top = f"{f['top1']:.1%}" if "top1" in f else "-"
-                lines.append(f"| {kind} | {label} | {f['bits_per_byte']:.3f} | {f['perplexity']:.2f} | {top} |")
-    lines += [
-        "",
-        f"The {ORDER}-gram model is interpolated Kneser-Ney over the same training tokens.",
-        "",
-        "Perplexity by position in the window (4-bit):",
-        "",
-        "| text | " + " | ".join(result["code"]["four_bit"]["by_position"]) + " |",
-        "|---" * (1 + len(result["code"]["four_bit"]["by_position"])) + "|",
-    ]
-    for kind in ("code", "prose"):
-        values = result[kind]["four_bit"]["by_position"].values()
-        lines.append(f"| {kind} | " + " | ".join(f"{v:.2f}" for v in values) + " |")
+                scored = f"{f['bits_per_byte']:.3f} | {f['perplexity']:.3f} | {top}"
+                lines.append(f"| {kind} | {tokens:,} | {label} | {scored} |")
+    lines += ["", f"The {ORDER}-gram model is interpolated Kneser-Ney over the same training tokens."]
+    compared = [result[kind] for kind in kinds if "bf16" in result[kind]]
+    worse = [f["four_bit"]["perplexity"] / f["bf16"]["perplexity"] - 1 for f in compared]
+    if worse:
+        said = ", ".join(f"{value:+.2%} in {kind}" for kind, value in zip(kinds, worse))
+        lines += [f"Perplexity in 4 bits against the bfloat16 original: {said}."]
+    deep = [kind for kind in kinds if "by_depth" in result[kind]]
+    if deep:
+        lines += [
+            "",
+            f"Perplexity (4-bit) of the same tokens, in blocks of {BLOCK}, by how many tokens stand before a block.",
+            "Training windows ended at 4,096 tokens; the last column is beyond them.",
+            "",
+            "| text | " + " | ".join(f"{depth:,}" for depth in DEPTHS) + " |",
+            "|---" * (1 + len(DEPTHS)) + "|",
+        ]
+        for kind in deep:
+            lines.append(f"| {kind} | " + " | ".join(f"{v:.3f}" for v in result[kind]["by_depth"].values()) + " |")
     lines += [
         "",
         "First draft of the multi-token-prediction head equal to the greedy next token (4-bit, share of positions):",
@@ -292,34 +377,61 @@ def card(result: dict[str, Any], checkpoint: Path, sources: dict[str, Any] | Non
         "| text | hidden state after the final norm | before it |",
         "|---|---|---|",
     ]
-    for kind in ("code", "prose"):
+    for kind in kinds:
         f = result[kind]["four_bit"]
         lines.append(f"| {kind} | {f['draft_after_norm']:.1%} | {f['draft_before_norm']:.1%} |")
-    lines += ["", "Load of the experts, as a multiple of the fair share (least, most):", "", "| layer | code | prose |"]
-    lines.append("|---|---|---|")
-    for i, (a, b) in enumerate(zip(result["code"]["four_bit"]["experts"], result["prose"]["four_bit"]["experts"])):
-        lines.append(f"| {i} | {a[0]:.2f}, {a[1]:.2f} | {b[0]:.2f}, {b[1]:.2f} |")
-    if "continuations" in result:
-        lines += ["", "## Greedy continuations", "", "The prompt, then `▸`, then what the engine wrote.", ""]
-        for pairs in result["continuations"].values():
-            for prompt, text in pairs:
-                lines += ["~~~~", f"{prompt}▸{text}", "~~~~", ""]
-    if sources:
-        lines += [
-            "## Text and licences",
-            "",
-            "Split by file: about one in 80 is held out for test, one for validation.",
-            "",
-        ]
-        lines += ["| source | kind | licence | MB |", "|---|---|---|---|"]
-        for s in sources["sources"]:
-            lines.append(f"| {s['package']} | {s['kind']} | {s['licence']} | {s['bytes'] / 1e6:.1f} |")
-        lines += [
-            "",
-            "Debian packages are of release 12, section `main`; the chat part is made of their docstrings and",
-            "definitions.",
-        ]
-    return "\n".join(lines) + "\n"
+    lines += ["", "The head was trained with the state after the norm.", ""]
+    return lines + load_table(result["experts"])
+
+
+def load_table(experts: dict[str, Any]) -> list[str]:
+    """Load of the experts, layer by layer."""
+    tokens, load = experts["tokens"], experts["load"]
+    lines = [
+        f"Load of the experts over {tokens['all']:,} tokens of the test side, as a multiple of the fair share (least,",
+        "most used expert of each layer):",
+        "",
+        "| layer | " + " | ".join(f"{kind} ({tokens[kind]:,})" for kind in load) + " |",
+        "|---" * (1 + len(load)) + "|",
+    ]
+    for layer in range(len(load["all"])):
+        cells = [f"{least:.2f}, {most:.2f}" for least, most in (load[kind][layer] for kind in load)]
+        lines.append(f"| {layer} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def text_of(result: dict[str, Any]) -> list[str]:
+    """The continuations."""
+    lines = [
+        "## Continuations",
+        "",
+        "The prompt, then `▸`, then what the engine wrote: first the likeliest tokens, as tests and sweeps decode (a model",
+        "of this size soon repeats itself so), then tokens drawn as `generation_config.json` asks (seed 0).",
+    ]
+    for made in (one for kind in PROMPTS for one in result["continuations"][kind]):
+        for way in ("greedy", "drawn"):
+            lines += ["", "~~~~", f"{made['prompt']}▸{made[way]}", "~~~~"]
+    return lines
+
+
+def licences(sources: dict[str, Any]) -> list[str]:
+    """What the text is made of."""
+    lines = [
+        "## Text and licences",
+        "",
+        "Split by file (a hash of package and path): one file in 80 is held out for test, one for validation.",
+        "",
+        "| source | kind | licence | MB |",
+        "|---|---|---|---|",
+    ]
+    for s in sources["sources"]:
+        lines.append(f"| {s['package']} | {s['kind']} | {s['licence']} | {s['bytes'] / 1e6:.1f} |")
+    return [
+        *lines,
+        "",
+        "Debian packages are of release 12, section `main`; the chat part is made of their docstrings and",
+        "definitions.",
+    ]
 
 
 def main() -> None:
@@ -328,8 +440,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--trained", type=Path, help="folder of the bfloat16 original")
     parser.add_argument("--data", type=Path, help="folder made by engine.tiny.corpus, for the 5-gram model")
-    parser.add_argument("--windows", type=int, default=16, help="windows of 4,096 tokens of each text, at most")
-    parser.add_argument("--continue-tokens", type=int, default=48, help="length of a continuation; 0 for none")
+    parser.add_argument("--windows", type=int, default=12, help="windows of 4,096 tokens of each text, at most")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks for perplexity by depth; 0 leaves it out")
+    parser.add_argument("--continue-tokens", type=int, default=48, help="length of a continuation")
     parser.add_argument("--card", type=Path, help="where to write the card (default: README.md of the checkpoint)")
     options = parser.parse_args()
     result = evaluate(options)

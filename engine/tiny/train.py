@@ -1,6 +1,6 @@
 """Train the embedded checkpoint on one GPU, inside a budget of minutes.
 
-    python -m engine.tiny.train --data .tiny --out OUT --minutes 8
+    python -m engine.tiny.train --data .tiny --out OUT
 
 The schedule follows the clock, not a number of steps, so that a run always ends in time with its learning rate
 at zero: 1,024-token windows first, 4,096 from 65 % on, weights rounded to the 4-bit grid in the forward pass from
@@ -377,7 +377,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--data", type=Path, default=Path(".tiny"), help="folder made by engine.tiny.corpus")
     made.add_argument("--out", type=Path, required=True, help="folder for the trained weights")
-    made.add_argument("--minutes", type=float, default=8.0, help="wall-clock budget of this command")
+    made.add_argument("--minutes", type=float, default=8.6, help="wall-clock budget of this command")
     made.add_argument("--reserve", type=float, default=25.0, help="seconds of it kept for the last check and saving")
     made.add_argument("--until", type=float, default=1.0, help="share of the whole schedule reached at the end")
     made.add_argument("--state", type=Path, help="file for the full state, for --resume")
