@@ -405,8 +405,8 @@ def text_of(result: dict[str, Any]) -> list[str]:
     lines = [
         "## Continuations",
         "",
-        "The prompt, then `▸`, then what the engine wrote: first the likeliest tokens, as tests and sweeps decode (a model",
-        "of this size soon repeats itself so), then tokens drawn as `generation_config.json` asks (seed 0).",
+        "The prompt, then `▸`, then what the engine wrote: first the likeliest tokens, as tests and sweeps decode (a",
+        "model of this size soon repeats itself so), then tokens drawn as `generation_config.json` asks (seed 0).",
     ]
     for made in (one for kind in PROMPTS for one in result["continuations"][kind]):
         for way in ("greedy", "drawn"):
