@@ -148,6 +148,27 @@ HELPER void store_word(const thread float* from, device float* to) {
   ((device float4*)to)[0] = word;
 }
 
+// Eight neighbouring numbers that start on 16 bytes.
+template <typename V>
+HELPER void load_eight(const device V* from, thread float* to) {
+  load_word(from, to);
+  if constexpr (sizeof(V) == 4) load_word(from + 4, to + 4);
+}
+
+HELPER float sigmoid_of(float x) { return 1.0f / (1.0f + exp2_of(-1.44269504f * x)); }
+
+// Bits that compare as unsigned integers the way the numbers do: both zeros equal, every NaN above infinity.
+HELPER uint ordered_bits(float x) {
+  const uint bits = as_type<uint>(x);
+  const uint magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0xffffffffu;
+  if (magnitude == 0u) return 0x80000000u;
+  return bits == magnitude ? bits | 0x80000000u : ~bits;
+}
+HELPER float from_ordered_bits(uint bits) {
+  return as_type<float>((bits & 0x80000000u) != 0u ? bits ^ 0x80000000u : ~bits);
+}
+
 // One exchange of `simd_sum_each` and those after it. The count is a template argument since a loop over it is not
 // always unrolled, and `values` would then leave the registers.
 template <int HALF>
