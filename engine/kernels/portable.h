@@ -155,8 +155,6 @@ HELPER void load_eight(const device V* from, thread float* to) {
   if constexpr (sizeof(V) == 4) load_word(from + 4, to + 4);
 }
 
-HELPER float sigmoid_of(float x) { return 1.0f / (1.0f + exp2_of(-1.44269504f * x)); }
-
 // Bits that compare as unsigned integers the way the numbers do: both zeros equal, every NaN above infinity.
 HELPER uint ordered_bits(float x) {
   const uint bits = as_type<uint>(x);
