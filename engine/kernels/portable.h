@@ -39,8 +39,15 @@ HELPER V simd_max(V value) {
   return value;
 }
 
+#if __CUDA_ARCH__ >= 800
+// In one instruction, and preferred to the template.
+HELPER uint simd_max(uint value) { return __reduce_max_sync(EVERY_LANE, value); }
+#endif
+
 HELPER float exp2_of(float x) { return exp2f(x); }
 HELPER float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// A number below 2^23. Conversions run at a fraction of the rate of the two operations used here.
+HELPER float small_number(uint n) { return __uint_as_float(n | 0x4b000000u) - 8388608.0f; }
 HELPER float exp_of(float x) { return expf(x); }
 HELPER float rsqrt_of(float x) { return rsqrtf(x); }
 HELPER float sin_of(float x) { return sinf(x); }
@@ -80,6 +87,7 @@ using namespace metal;
 
 HELPER float exp2_of(float x) { return metal::exp2(x); }
 HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
+HELPER float small_number(uint n) { return float(n); }
 // Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
 HELPER float exp_of(float x) { return metal::precise::exp(x); }
 HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
@@ -191,4 +199,103 @@ HELPER float simd_sum_each(thread float* values, uint lane) {
   float total = values[0];
   UNROLL for (int mask = COUNT; mask < 32; mask *= 2) total += simd_shuffle_xor(total, ushort(mask));
   return total;
+}
+
+// ---- packed 4-bit weights ----
+//
+// A block is 32 inputs of a product: the codes of one 16-byte word, half a group of 64. Inputs wait in threadgroup
+// memory as X (bfloat16_t or float), number i of a block divided by 16^(i % 4): a code is then multiplied where it
+// stands in its half of a word, without a shift. The words of a block are turned by its number, so that lanes on
+// neighbouring blocks meet in no memory bank.
+
+template <typename X>
+HELPER uint staged_at(uint block, uint word) {
+  constexpr uint WORDS = 2u * uint(sizeof(X));
+  return block * WORDS + (word ^ (WORDS == 4u ? (block >> 1) & 3u : block & 7u));
+}
+
+// Eight inputs, the part `unit % 4` of block `unit / 4`, are stored if `inside`; every lane of the simdgroup takes part,
+// its neighbour on the next part. Returns the block's sum. `values` are used up.
+template <typename X>
+HELPER float stage(threadgroup uint4* staged, uint unit, bool inside, thread float* values) {
+  float sum = 0.0f;
+  UNROLL for (int i = 0; i < 8; ++i) {
+    const float kept = float(X(values[i]));
+    sum += kept;
+    values[i] = kept * as_type<float>(uint(127 - 4 * (i & 3)) << 23);
+  }
+  sum += simd_shuffle_xor(sum, ushort(1));
+  sum += simd_shuffle_xor(sum, ushort(2));
+  uint4 word[2];
+  if constexpr (sizeof(X) == 2) {
+    uint pair[4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const uint low = uint(as_type<ushort>(X(values[2 * i])));
+      pair[i] = low | (uint(as_type<ushort>(X(values[2 * i + 1]))) << 16);
+    }
+    word[0].x = pair[0];
+    word[0].y = pair[1];
+    word[0].z = pair[2];
+    word[0].w = pair[3];
+  } else {
+    UNROLL for (int i = 0; i < 2; ++i) {
+      word[i].x = as_type<uint>(values[4 * i]);
+      word[i].y = as_type<uint>(values[4 * i + 1]);
+      word[i].z = as_type<uint>(values[4 * i + 2]);
+      word[i].w = as_type<uint>(values[4 * i + 3]);
+    }
+  }
+  constexpr uint COUNT = uint(sizeof(X)) / 2u;
+  if (inside) {
+    UNROLL for (uint i = 0u; i < COUNT; ++i) staged[staged_at<X>(unit / 4u, unit % 4u * COUNT + i)] = word[i];
+  }
+  return sum;
+}
+
+// The 32 inputs of a block as `stage` left them.
+template <typename X>
+HELPER void staged_block(const threadgroup uint4* staged, uint block, thread float* to) {
+  constexpr uint WORDS = 2u * uint(sizeof(X));
+  UNROLL for (uint w = 0u; w < WORDS; ++w) {
+    const uint4 word = staged[staged_at<X>(block, w)];
+    const uint part[4] = {word.x, word.y, word.z, word.w};
+    UNROLL for (uint i = 0u; i < 4u; ++i) {
+      if constexpr (sizeof(X) == 2) {
+        to[8u * w + 2u * i] = as_type<float>(part[i] << 16);
+        to[8u * w + 2u * i + 1u] = as_type<float>(part[i] & 0xffff0000u);
+      } else {
+        to[4u * w + i] = as_type<float>(part[i]);
+      }
+    }
+  }
+}
+
+HELPER float dot_codes(uint word, const thread float* x) {
+  const uint high = word >> 16;
+  float sum = small_number(word & 0xfu) * x[0];
+  sum = multiply_add(small_number(word & 0xf0u), x[1], sum);
+  sum = multiply_add(small_number(word & 0xf00u), x[2], sum);
+  sum = multiply_add(small_number(word & 0xf000u), x[3], sum);
+  sum = multiply_add(small_number(high & 0xfu), x[4], sum);
+  sum = multiply_add(small_number(high & 0xf0u), x[5], sum);
+  sum = multiply_add(small_number(high & 0xf00u), x[6], sum);
+  return multiply_add(small_number(high & 0xf000u), x[7], sum);
+}
+
+// The 32 codes of a word times the inputs of its block, as four independent sums.
+HELPER float dot_codes(uint4 word, const thread float* x) {
+  return (dot_codes(word.x, x) + dot_codes(word.y, x + 8)) + (dot_codes(word.z, x + 16) + dot_codes(word.w, x + 24));
+}
+
+HELPER uint4 no_codes() {
+  uint4 word;
+  word.x = word.y = word.z = word.w = 0u;
+  return word;
+}
+
+// Sums over the lanes that share `lane / LANES`, LANES a power of two up to 32.
+template <int LANES>
+HELPER float sum_lanes(float value) {
+  UNROLL for (int mask = 1; mask < LANES; mask *= 2) value += simd_shuffle_xor(value, ushort(mask));
+  return value;
 }
