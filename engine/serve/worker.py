@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from engine.checkpoint import load
 from engine.config import EngineConfig
+from engine.device import activation_dtype
 from engine.generate import Engine
 from engine.serve.generation import Ask, Generation, Scored
 from engine.serve.reuse import Prefixes
@@ -208,7 +209,8 @@ def open_engine(source: Source, block: int) -> tuple[Engine, Tokenizer, dict[str
     Raises:
         ValueError: a checkpoint or tokenizer that cannot be used.
     """
-    checkpoint = load(source.path, mtp=False)
+    # In the type that the engine computes in: mixed types would be promoted at every product.
+    checkpoint = load(source.path, activation_dtype(), mtp=False)
     config = EngineConfig()
     config.prefill.chunk = block
     tokenizer = checkpoint.tokenizer
