@@ -22,6 +22,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from engine.kernels import gated_delta as kernels
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import GatedDelta, Matrix
 
@@ -321,6 +322,12 @@ GATED_DELTA = declare(
                 Variant("recurrence", _layer(_recurrence), "the recurrence in mx ops, token by token"),
                 Variant("mlx", _layer(_fast), "mx.fast.gated_delta_update", _fast_supports),
                 Variant("chunked", gated_delta_chunked, "WY form: chunks of 64 rows as matrix products"),
+                Variant(
+                    "registers",
+                    kernels.gated_delta_metal,
+                    "our kernel: all in one launch, the state in registers, one text for Metal and CUDA",
+                    kernels.supports,
+                ),
             )
         },
         cases=(
