@@ -1,0 +1,308 @@
+// The mixture of experts of a few rows in two launches, for the variant `metal` of the op `experts` and for the form of a
+// decode step that fuses norm, routing, shared expert and residual with it (experts.py). `up` decides the routing and
+// leaves silu(gate_e x) · up_e x of every chosen expert; `down` multiplies these with down_e, weighs and adds them.
+//
+// Weights are as MLX packs them, 4 bits in groups of 64: codes uint32 [..., out, in / 8], scales and biases of T
+// [..., out, in / 64]. A lane reads 16-byte words of codes, 32 inputs each; LANES lanes share a row of a matrix, so a
+// simdgroup reads 32 / LANES rows at once, and STEPS words a lane cover it: in <= 32 · LANES · STEPS. Everything that a
+// simdgroup needs of the weights is asked for before it waits for anything else. An expert that two rows chose is read
+// by both. Offsets are 32 bits in units of 16 bytes for codes: experts · out · in < 2^37; and of one element for scales:
+// experts · out · in < 2^38. The full model's stacks have 2^28.
+
+// kernel: up
+// inputs: x gain logits gate gate_scales gate_biases up up_scales up_biases
+// dense: gain gate gate_scales gate_biases up up_scales up_biases
+// outputs: hidden ids weights
+// template: typename T, typename X, int EXPERTS, int LANES, int STEPS, int ROWS, int SIMDGROUPS, bool ROUTED, bool NARROW, bool RENORMALISE, bool NORM, int EPS_BITS
+//
+// x [1, T rows, in] of T, its last axis dense and its rows on 16 bytes, gain [in] of T, gate and up [experts, wide, in].
+// hidden [T rows, k, wide] of T; ids uint32 and weights float32 [T rows, k], largest weight first.
+// Grid: ceil(wide / columns) × k × T rows threadgroups of SIMDGROUPS simdgroups, each with ROWS · 32 / LANES columns.
+// X       what x waits in: bfloat16_t or float.
+// ROWS    columns of `hidden` that a lane works on.
+// ROUTED  logits holds the chosen experts, uint32 [T rows, k]; ids and weights are then one element of nothing.
+//         Otherwise logits [T rows, EXPERTS] of any float type, and among equal ones the higher index wins.
+// NARROW  logits are of a 16-bit type.
+// RENORMALISE  weights sum to 1 over the chosen; otherwise over all experts.
+// NORM    x comes before the norm: rsqrt(mean(x²) + eps) · gain · x is what the experts get. EPS_BITS: eps as float32.
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint index = thread_index_in_threadgroup;
+const uint tile = threadgroup_position_in_grid.x;
+const uint row = threadgroup_position_in_grid.z;
+const uint k = threadgroups_per_grid.y;
+// The last slot takes most rounds below and writes the routing, so it starts first.
+const uint slot = k - 1u - threadgroup_position_in_grid.y;
+const bool first_of_row = tile == 0u && slot == k - 1u;
+REFUSE_UNLESS(x_strides[2] == 1, hidden, T, first_of_row && index + row == 0u)
+
+const uint inputs = uint(x_shape[2]);
+const uint wide = uint(gate_shape[1]);
+constexpr uint BLOCKS = uint(LANES * STEPS);
+constexpr uint UNITS = BLOCKS * 4u;
+constexpr uint THREADS = uint(SIMDGROUPS) * 32u;
+THREADGROUP_ARRAY(uint4, staged, LANES * STEPS * 2 * int(sizeof(X)));
+THREADGROUP_ARRAY(float, block_sums, LANES * STEPS);
+THREADGROUP_ARRAY(float, squares, SIMDGROUPS);
+
+// x, or gain · x, since the rest of a norm is one factor for the whole row.
+float square = 0.0f;
+UNROLL for (uint pass = 0u; pass < (UNITS + THREADS - 1u) / THREADS; ++pass) {
+  const uint unit = pass * THREADS + index;
+  float value[8];
+  UNROLL for (int i = 0; i < 8; ++i) value[i] = 0.0f;
+  if (unit * 8u < inputs) {
+    load_eight(x + row * x_strides[1] + unit * 8u, value);
+    if constexpr (NORM) {
+      float factor[8];
+      load_eight(gain + unit * 8u, factor);
+      UNROLL for (int i = 0; i < 8; ++i) {
+        square = multiply_add(value[i], value[i], square);
+        value[i] *= factor[i];
+      }
+    }
+  }
+  const float sum = stage<X>(staged, unit, unit < UNITS, value);
+  if (unit < UNITS && unit % 4u == 0u) block_sums[unit / 4u] = sum;
+}
+if constexpr (NORM) {
+  square = simd_sum(square);
+  if (lane == 0u) squares[simdgroup] = square;
+}
+
+// Every simdgroup finds its expert by itself, the largest first; in the end lane i has what round i found.
+constexpr uint EACH = uint(EXPERTS + 31) / 32u;
+uint expert = 0u;
+uint found = 0u;
+if constexpr (ROUTED) {
+  expert = uint(logits[row * logits_strides[0] + slot * logits_strides[1]]);
+} else {
+  // A 16-bit number leaves the low 13 bits of its float32 alone: the index goes there and makes equal ones differ.
+  constexpr uint INDEX = 8191u;
+  uint keys[EACH];
+  UNROLL for (uint i = 0u; i < EACH; ++i) {
+    const uint e = i * 32u + lane;
+    keys[i] = 0u;
+    if (e < uint(EXPERTS)) {
+      keys[i] = ordered_bits(float(logits[row * logits_strides[0] + e * logits_strides[1]]));
+      if constexpr (NARROW) keys[i] = (keys[i] & ~INDEX) | e;
+    }
+  }
+  for (uint round = 0u; round <= slot; ++round) {
+    uint top = keys[0];
+    UNROLL for (uint i = 1u; i < EACH; ++i) top = keys[i] > top ? keys[i] : top;
+    top = simd_max(top);
+    if constexpr (NARROW) {
+      expert = top & INDEX;
+    } else {
+      uint after = 0u;
+      UNROLL for (uint i = 0u; i < EACH; ++i) after = keys[i] == top ? i * 32u + lane + 1u : after;
+      expert = simd_max(after) - 1u;
+    }
+    UNROLL for (uint i = 0u; i < EACH; ++i) keys[i] = i * 32u + lane == expert ? 0u : keys[i];
+    found = lane == round ? expert : found;
+  }
+}
+
+// Idle lanes multiply nothing by nothing.
+const uint part = lane % uint(LANES);
+constexpr uint AT_ONCE = 32u / uint(LANES);
+const uint column = (tile * uint(SIMDGROUPS) + simdgroup) * uint(ROWS) * AT_ONCE + lane / uint(LANES);
+uint4 gate_codes[STEPS][ROWS];
+uint4 up_codes[STEPS][ROWS];
+float gate_scale[STEPS][ROWS];
+float gate_bias[STEPS][ROWS];
+float up_scale[STEPS][ROWS];
+float up_bias[STEPS][ROWS];
+UNROLL for (int s = 0; s < STEPS; ++s) {
+  const uint block = uint(s * LANES) + part;
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    const uint n = column + uint(r) * AT_ONCE;
+    gate_codes[s][r] = no_codes();
+    up_codes[s][r] = no_codes();
+    gate_scale[s][r] = gate_bias[s][r] = up_scale[s][r] = up_bias[s][r] = 0.0f;
+    if (n < wide && block * 32u < inputs) {
+      const uint at = (expert * wide + n) * (inputs / 32u) + block;
+      const uint group = (expert * wide + n) * (inputs / 64u) + block / 2u;
+      gate_codes[s][r] = ((const device uint4*)gate)[at];
+      up_codes[s][r] = ((const device uint4*)up)[at];
+      gate_scale[s][r] = float(gate_scales[group]);
+      gate_bias[s][r] = float(gate_biases[group]);
+      up_scale[s][r] = float(up_scales[group]);
+      up_bias[s][r] = float(up_biases[group]);
+    }
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+float gate_sum[ROWS];
+float up_sum[ROWS];
+UNROLL for (int r = 0; r < ROWS; ++r) gate_sum[r] = up_sum[r] = 0.0f;
+UNROLL for (int s = 0; s < STEPS; ++s) {
+  const uint block = uint(s * LANES) + part;
+  float input[32];
+  staged_block<X>(staged, block, input);
+  const float all = block_sums[block];
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    gate_sum[r] = multiply_add(gate_scale[s][r], dot_codes(gate_codes[s][r], input), gate_sum[r]);
+    gate_sum[r] = multiply_add(gate_bias[s][r], all, gate_sum[r]);
+    up_sum[r] = multiply_add(up_scale[s][r], dot_codes(up_codes[s][r], input), up_sum[r]);
+    up_sum[r] = multiply_add(up_bias[s][r], all, up_sum[r]);
+  }
+}
+float factor = 1.0f;
+if constexpr (NORM) {
+  float total = 0.0f;
+  UNROLL for (int s = 0; s < SIMDGROUPS; ++s) total += squares[s];
+  factor = rsqrt_of(total / float(inputs) + as_type<float>(EPS_BITS));
+}
+UNROLL for (int r = 0; r < ROWS; ++r) {
+  const uint n = column + uint(r) * AT_ONCE;
+  const float gated = factor * sum_lanes<LANES>(gate_sum[r]);
+  const float plain = factor * sum_lanes<LANES>(up_sum[r]);
+  if (part == 0u && n < wide) hidden[(row * k + slot) * wide + n] = T(gated * sigmoid_of(gated) * plain);
+}
+
+if (first_of_row && simdgroup == 0u) {
+  if constexpr (ROUTED) {
+    if (lane + row == 0u) {
+      ids[0] = 0u;
+      weights[0] = 0.0f;
+    }
+  } else {
+    constexpr float LOG2_E = 1.44269504f;
+    const float score = float(logits[row * logits_strides[0] + found * logits_strides[1]]);
+    const float largest = simd_shuffle(score, ushort(0));
+    const float weight = exp2_of((score - largest) * LOG2_E);
+    float total = 0.0f;
+    if constexpr (RENORMALISE) {
+      total = lane < k ? weight : 0.0f;
+    } else {
+      for (uint e = lane; e < uint(EXPERTS); e += 32u) {
+        total += exp2_of((float(logits[row * logits_strides[0] + e * logits_strides[1]]) - largest) * LOG2_E);
+      }
+    }
+    total = simd_sum(total);
+    if (lane < k) {
+      ids[row * k + lane] = found;
+      weights[row * k + lane] = weight / total;
+    }
+  }
+}
+
+// kernel: down
+// inputs: hidden ids weights down down_scales down_biases shared_gate shared_up shared_logit shared shared_scales shared_biases residual
+// dense: hidden down down_scales down_biases shared shared_scales shared_biases
+// outputs: out
+// template: typename T, typename X, int CHOSEN, int LANES, int STEPS, int ROWS, int SPLIT, bool RESIDUAL
+//
+// hidden [T rows, CHOSEN, wide] of T as `up` leaves it, ids [T rows, CHOSEN], weights [T rows, CHOSEN] of any float type,
+// down [experts, out, wide]. Of the shared expert shared_gate and shared_up [1, T rows, wide] of T, its products with x,
+// last axis dense and rows on 16 bytes; shared_logit [1, T rows, 1]; shared [out, wide], its down_proj.
+// out [T rows, out] of T: residual [1, T rows, out] (if RESIDUAL) + Σ weights · down_e hidden
+// + sigmoid(shared_logit) · shared (silu(shared_gate) · shared_up).
+// Grid: ceil(out / columns) × T rows threadgroups of SPLIT simdgroups with the same ROWS · 32 / LANES columns; each
+// takes every SPLIT-th expert, the shared one being the last, and their sums meet in the end.
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint index = thread_index_in_threadgroup;
+const uint tile = threadgroup_position_in_grid.x;
+const uint row = threadgroup_position_in_grid.y;
+REFUSE_UNLESS(shared_gate_strides[2] == 1 && shared_up_strides[2] == 1, out, T, index + tile + row == 0u)
+
+const uint outputs = uint(down_shape[1]);
+const uint wide = uint(hidden_shape[2]);
+constexpr uint BLOCKS = uint(LANES * STEPS);
+constexpr uint UNITS = BLOCKS * 4u;
+constexpr int EACH = (CHOSEN + SPLIT) / SPLIT;
+constexpr uint WORDS = BLOCKS * 2u * uint(sizeof(X));
+constexpr uint AT_ONCE = 32u / uint(LANES);
+constexpr uint COLUMNS = uint(ROWS) * AT_ONCE;
+THREADGROUP_ARRAY(uint4, staged, SPLIT * EACH * LANES * STEPS * 2 * int(sizeof(X)));
+THREADGROUP_ARRAY(float, block_sums, SPLIT * EACH * LANES * STEPS);
+THREADGROUP_ARRAY(float, sums, SPLIT * ROWS * 32 / LANES);
+
+const uint part = lane % uint(LANES);
+const uint column = tile * COLUMNS + lane / uint(LANES);
+uint4 codes[EACH][STEPS][ROWS];
+float scale[EACH][STEPS][ROWS];
+float bias[EACH][STEPS][ROWS];
+UNROLL for (int i = 0; i < EACH; ++i) {
+  const uint e = simdgroup + uint(i * SPLIT);
+  const bool routed = e < uint(CHOSEN);
+  const uint expert = routed ? uint(ids[row * ids_strides[0] + e * ids_strides[1]]) : 0u;
+  const device uint4* all_codes = routed ? (const device uint4*)down : (const device uint4*)shared;
+  const device T* all_scales = routed ? down_scales : shared_scales;
+  const device T* all_biases = routed ? down_biases : shared_biases;
+  UNROLL for (int s = 0; s < STEPS; ++s) {
+    const uint block = uint(s * LANES) + part;
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      const uint n = column + uint(r) * AT_ONCE;
+      codes[i][s][r] = no_codes();
+      scale[i][s][r] = bias[i][s][r] = 0.0f;
+      if (e <= uint(CHOSEN) && n < outputs && block * 32u < wide) {
+        const uint group = (expert * outputs + n) * (wide / 64u) + block / 2u;
+        codes[i][s][r] = all_codes[(expert * outputs + n) * (wide / 32u) + block];
+        scale[i][s][r] = float(all_scales[group]);
+        bias[i][s][r] = float(all_biases[group]);
+      }
+    }
+  }
+}
+
+// A simdgroup stages what its own experts get, so it waits for no other.
+float factor[EACH];
+UNROLL for (int i = 0; i < EACH; ++i) {
+  const uint e = simdgroup + uint(i * SPLIT);
+  const uint place = simdgroup * uint(EACH) + uint(i);
+  factor[i] = 0.0f;
+  if (e < uint(CHOSEN)) factor[i] = float(weights[row * weights_strides[0] + e * weights_strides[1]]);
+  if (e == uint(CHOSEN)) factor[i] = sigmoid_of(float(shared_logit[row * shared_logit_strides[1]]));
+  UNROLL for (uint pass = 0u; pass < (UNITS + 31u) / 32u; ++pass) {
+    const uint unit = pass * 32u + lane;
+    float value[8];
+    UNROLL for (int j = 0; j < 8; ++j) value[j] = 0.0f;
+    if (unit * 8u < wide) {
+      if (e < uint(CHOSEN)) load_eight(hidden + (row * uint(CHOSEN) + e) * wide + unit * 8u, value);
+      if (e == uint(CHOSEN)) {
+        float other[8];
+        load_eight(shared_gate + row * shared_gate_strides[1] + unit * 8u, value);
+        load_eight(shared_up + row * shared_up_strides[1] + unit * 8u, other);
+        UNROLL for (int j = 0; j < 8; ++j) value[j] *= sigmoid_of(value[j]) * other[j];
+      }
+    }
+    const float sum = stage<X>(staged + place * WORDS, unit, unit < UNITS, value);
+    if (unit < UNITS && unit % 4u == 0u) block_sums[place * BLOCKS + unit / 4u] = sum;
+  }
+}
+simdgroup_barrier(mem_flags::mem_threadgroup);
+
+float sum[ROWS];
+UNROLL for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;
+UNROLL for (int i = 0; i < EACH; ++i) {
+  const uint place = simdgroup * uint(EACH) + uint(i);
+  UNROLL for (int s = 0; s < STEPS; ++s) {
+    const uint block = uint(s * LANES) + part;
+    float input[32];
+    staged_block<X>(staged + place * WORDS, block, input);
+    const float all = block_sums[place * BLOCKS + block];
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      const float product = multiply_add(scale[i][s][r], dot_codes(codes[i][s][r], input), bias[i][s][r] * all);
+      sum[r] = multiply_add(factor[i], product, sum[r]);
+    }
+  }
+}
+UNROLL for (int r = 0; r < ROWS; ++r) {
+  const float total = sum_lanes<LANES>(sum[r]);
+  if (part == 0u) sums[simdgroup * COLUMNS + uint(r) * AT_ONCE + lane / uint(LANES)] = total;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (uint c = index; c < COLUMNS; c += uint(SPLIT) * 32u) {
+  const uint n = tile * COLUMNS + c;
+  if (n < outputs) {
+    float total = 0.0f;
+    UNROLL for (int s = 0; s < SPLIT; ++s) total += sums[uint(s) * COLUMNS + c];
+    if constexpr (RESIDUAL) total += float(residual[row * residual_strides[1] + n * residual_strides[2]]);
+    out[row * outputs + n] = T(total);
+  }
+}
