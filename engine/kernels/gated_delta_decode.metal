@@ -25,11 +25,12 @@ const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint index = thread_index_in_threadgroup;
 const uint head = threadgroup_position_in_grid.y;
+constexpr int PER_WORD = 16 / int(sizeof(T));
 REFUSE_UNLESS(
-    qkv_strides[2] == 1 && z_strides[2] == 1, out, O, index + threadgroup_position_in_grid.x + head == 0u)
+    qkv_strides[2] == 1 && z_strides[2] == 1 && (qkv_shape[1] == 1 || qkv_strides[1] % PER_WORD == 0), out, O,
+    index + threadgroup_position_in_grid.x + head == 0u)
 
 constexpr int SPAN = COLUMNS * SIMDGROUPS;
-constexpr int PER_WORD = 16 / int(sizeof(T));
 // A lane convolves a word of channels: a simdgroup takes the query and the key of a row at once, or one of them; the
 // values of a row are another unit of work.
 constexpr int HEAD_LANES = 128 / PER_WORD;
