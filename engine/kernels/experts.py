@@ -26,7 +26,7 @@ BITS = 4
 UP_TILES = ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8))
 """(columns a lane works on, simdgroups of a threadgroup) of the launch `up`; a lane reads two matrices."""
 DOWN_TILES = ((1, 1), (2, 1), (1, 3), (2, 3), (4, 3), (2, 9), (4, 9), (8, 9))
-"""(columns a lane works on, simdgroups that share the experts) of `down`; 3 and 9 divide 8 experts and the shared one."""
+"""(columns a lane works on, simdgroups that share the experts) of `down`; 3 and 9 divide 8 experts and one shared."""
 UP_TILE, DOWN_TILE = (2, 4), (4, 9)
 MOST_CHOSEN = SIMD
 """A lane keeps one chosen expert."""
@@ -120,7 +120,9 @@ def _check(name: str, w: Matrix, dtype: mx.Dtype) -> None:
         KernelError: naming it.
     """
     if w.bits != BITS or w.group_size != GROUP_SIZE or w.scales is None or w.biases is None:
-        raise KernelError(f"experts=metal takes {BITS}-bit weights in groups of {GROUP_SIZE}; {name} is packed otherwise")
+        raise KernelError(
+            f"experts=metal takes {BITS}-bit weights in groups of {GROUP_SIZE}; {name} is packed otherwise"
+        )
     if not w.scales.dtype == w.biases.dtype == dtype:
         raise KernelError(f"experts=metal takes scales of the activations' type {dtype}; {name} has {w.scales.dtype}")
 
