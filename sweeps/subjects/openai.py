@@ -205,7 +205,7 @@ class Endpoint:
             while line := answer.readline():
                 now = self._clock.now_ns()
                 if now > end:
-                    raise TooLate(f"{self.address}: not done after {seconds:.0f} s")
+                    raise TooLate(f"{self.address}: no end within {seconds:g} s")
                 sock.settimeout(max((end - now) / 1e9, 0.001))
                 if not line.startswith(b"data:"):
                     continue
@@ -244,7 +244,7 @@ class Endpoint:
             connection.connect()
             yield connection
         except TimeoutError:
-            raise TooLate(f"{self.address}: no answer within {seconds:.0f} s") from None
+            raise TooLate(f"{self.address}: no end within {seconds:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise EndpointError(f"{self.address}: {why}; is the server running there?") from None
