@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from engine.kernels import linear as kernels
 from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, norm_mlx, norm_reference, packed
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import Matrix
@@ -49,6 +50,13 @@ HEAD = declare(
                 Variant("reference", head_reference, "float32 norm and product"),
                 Variant("mlx", head_mlx, "mx.fast.rms_norm and the packed product"),
                 Variant("expanded", head_expanded, "lm_head expanded into an array, then the dense product"),
+                Variant(
+                    "metal",
+                    kernels.logits_metal,
+                    "our kernel: norm and product in one launch, float32 logits, the padded tail not read",
+                    supports=kernels.supports,
+                    tiles=kernels.TILES,
+                ),
             )
         },
         cases=(_case(1, 256, 512, 500), _case(3, 128, 320, 261), _case(19, 256, 512, 512)),

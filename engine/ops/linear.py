@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from engine.config import GROUP_SIZE
+from engine.kernels import linear as kernels
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import Matrix
 
@@ -54,6 +55,13 @@ LINEAR = declare(
                 Variant("reference", linear_reference, "expand and multiply in float32"),
                 Variant("mlx", linear_mlx, "mx.quantized_matmul: packed weights expanded inside the product"),
                 Variant("expanded", linear_expanded, "mx.dequantize into an array, then MLX's dense product"),
+                Variant(
+                    "metal",
+                    kernels.linear_metal,
+                    "our kernel for packed weights: each read once for up to 8 rows, one text for Metal and CUDA",
+                    supports=kernels.supports,
+                    tiles=kernels.TILES,
+                ),
             )
         },
         cases=(

@@ -1,0 +1,384 @@
+// Products of 1 to 8 rows with packed matrices, for the variants `metal` of the ops `linear` and `head` and for the
+// decode step (linear.py): most of what a step reads goes by here. Up to four matrices of one input are one launch,
+// with what comes before the product (a norm, a gate) at its start and the residual at its end.
+//
+// A matrix is packed as MLX packs it: rows of 4-bit or 8-bit codes in uint32 words, a scale and a bias of T per 64
+// inputs. Since w = scale · code + bias, a lane sums code · x over its 16-byte word of 32 4-bit codes and adds
+// scale · sum + bias · (sum of those x). An 8-bit code is read as two 4-bit ones, so a word holds 16 of them and its
+// row is twice as long; nothing else differs. All arithmetic is in float32.
+//
+// Inputs wait in threadgroup memory in the order in which lanes read them, input i of a word divided by 16^(i % 4): a
+// code is then multiplied where it stands in its half of a word, without a shift.
+//
+// Offsets fit in 32 bits: the largest matrix, 248320 × 2048 in 4 bits, has 2^24 16-byte words.
+
+// kernel: products
+// inputs: x gate gain eps residual weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
+// dense: gain eps weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
+// outputs: out
+// template: typename T, typename X, typename O, int ROWS, int OUTPUTS, int SIMDGROUPS, int SPAN, int STEPS, int LOOP, int MATRICES, int PROLOGUE, bool RESIDUAL, bool BEST
+//
+// x [1, ROWS, heads, dim] of X and gate (same shape, T) are read by strides, so that a part of a larger array is taken
+// as it lies, but the last axis must be dense and rows must start on 16 bytes; heads · dim is the number K of inputs,
+// a multiple of 64. gain [K] or [128] of T, eps float32 [1], residual [1, 1, ROWS, outputs] of T by strides;
+// weightM uint32 [outputs, K · bits / 32], scalesM and biasesM [outputs, K / 64] of T. What a launch does not use is
+// any array. out [ROWS · all outputs] of O: matrix after matrix, each [ROWS, outputs].
+// Grid: for each matrix its outputs over LOOP · SIMDGROUPS · OUTPUTS · 32 / SPAN threadgroups of SIMDGROUPS simdgroups.
+// OUTPUTS   outputs that a lane works on at once, each reading the same inputs.
+// SPAN      lanes on one output: 32, 16 or 8; a simdgroup has 32 / SPAN outputs side by side.
+// STEPS     words of each lane (a power of two) whose inputs wait in threadgroup memory together.
+// LOOP      blocks of outputs that a threadgroup works off.
+// PROLOGUE  0 none; 1 RMS norm; 2 RMS norm per 128 inputs, times silu(gate); 3 times sigmoid(gate).
+// RESIDUAL  residual is added.
+// BEST      instead of the products, the largest of each row and threadgroup: out uint32 [ROWS, threadgroups, 2] =
+//           (ordered bits, output). Of equal ones the lowest output; NaN counts as larger than every number.
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint index = thread_index_in_threadgroup;
+constexpr uint BLOCK = uint(SIMDGROUPS * OUTPUTS * (32 / SPAN));
+constexpr uint SHARE = BLOCK * uint(LOOP);
+constexpr uint CHUNK = uint(STEPS * SPAN);
+// Words in flight: as many as hide the memory's latency without costing too many registers.
+constexpr int FLIGHT = OUTPUTS >= 8 ? 1 : 8 / OUTPUTS;
+constexpr int AHEAD = FLIGHT < STEPS ? FLIGHT : STEPS;
+
+THREADGROUP_ARRAY(float, shared_x, ROWS * STEPS * SPAN * 32);
+THREADGROUP_ARRAY(float, shared_sums, ROWS * STEPS * SPAN);
+THREADGROUP_ARRAY(float, shared_squares, PROLOGUE == 1 ? SIMDGROUPS * ROWS : 1);
+THREADGROUP_ARRAY(uint, shared_best, BEST ? SIMDGROUPS * ROWS * 2 : 1);
+
+const bool readable = x_strides[3] == 1 && (PROLOGUE < 2 || gate_strides[3] == 1);
+if constexpr (BEST) {
+  // Every threadgroup says so: `choose` must find no output that was never written.
+  if (!readable) {
+    if (index < uint(ROWS)) {
+      const uint slot = (index * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * 2u;
+      out[slot] = O(0xffffffffu);
+      out[slot + 1u] = O(0u);
+    }
+    return;
+  }
+} else {
+  REFUSE_UNLESS(readable, out, O, index + threadgroup_position_in_grid.x == 0u)
+}
+
+// Which matrix this threadgroup works on.
+uint group = threadgroup_position_in_grid.x;
+uint begin = 0u;
+uint outputs = uint(weight0_shape[0]);
+uint words = uint(weight0_shape[1]) / 4u;
+const device uint4* weight = (const device uint4*)weight0;
+const device T* scales = scales0;
+const device T* biases = biases0;
+if constexpr (MATRICES > 1) {
+  if (group >= (outputs + SHARE - 1u) / SHARE) {
+    group -= (outputs + SHARE - 1u) / SHARE;
+    begin += uint(ROWS) * outputs;
+    outputs = uint(weight1_shape[0]);
+    words = uint(weight1_shape[1]) / 4u;
+    weight = (const device uint4*)weight1;
+    scales = scales1;
+    biases = biases1;
+    if (MATRICES > 2 && group >= (outputs + SHARE - 1u) / SHARE) {
+      group -= (outputs + SHARE - 1u) / SHARE;
+      begin += uint(ROWS) * outputs;
+      outputs = uint(weight2_shape[0]);
+      words = uint(weight2_shape[1]) / 4u;
+      weight = (const device uint4*)weight2;
+      scales = scales2;
+      biases = biases2;
+      if (MATRICES > 3 && group >= (outputs + SHARE - 1u) / SHARE) {
+        group -= (outputs + SHARE - 1u) / SHARE;
+        begin += uint(ROWS) * outputs;
+        outputs = uint(weight3_shape[0]);
+        words = uint(weight3_shape[1]) / 4u;
+        weight = (const device uint4*)weight3;
+        scales = scales3;
+        biases = biases3;
+      }
+    }
+  }
+}
+const uint dim = uint(x_shape[3]);
+const uint inputs = uint(x_shape[2]) * dim;
+const bool wide = words * 16u == inputs;  // 8-bit codes
+const uint per_group = wide ? 4u : 2u;    // words
+const uint groups = inputs / 64u;
+const uint chunk_inputs = wide ? CHUNK * 16u : CHUNK * 32u;
+const uint sub = lane % uint(SPAN);
+
+if constexpr (PROLOGUE == 1) {
+  if (lane == 0u) {
+    UNROLL for (int t = 0; t < ROWS; ++t) shared_squares[simdgroup * uint(ROWS) + uint(t)] = 0.0f;
+  }
+}
+float inverse[ROWS];
+uint best[ROWS];
+uint best_output[ROWS];
+UNROLL for (int t = 0; t < ROWS; ++t) {
+  inverse[t] = 1.0f;
+  best[t] = 0u;  // below every number
+  best_output[t] = 0xffffffffu;
+}
+
+for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < outputs; ++turn) {
+  const uint base = (group * uint(LOOP) + turn) * BLOCK + (simdgroup * uint(32 / SPAN) + lane / uint(SPAN)) * uint(OUTPUTS);
+  float sum[OUTPUTS][ROWS];
+  UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+    UNROLL for (int t = 0; t < ROWS; ++t) sum[r][t] = 0.0f;
+  }
+  for (uint chunk = 0u; chunk < words; chunk += CHUNK) {
+    for (uint step = 0u; step < uint(STEPS) && chunk + step * uint(SPAN) < words; step += uint(AHEAD)) {
+      uint word[AHEAD][OUTPUTS][4];
+      float scale[AHEAD][OUTPUTS];
+      float bias[AHEAD][OUTPUTS];
+      UNROLL for (int a = 0; a < AHEAD; ++a) {
+        const uint at = chunk + (step + uint(a)) * uint(SPAN) + sub;
+        UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+          UNROLL for (int i = 0; i < 4; ++i) word[a][r][i] = 0u;
+          scale[a][r] = 0.0f;
+          bias[a][r] = 0.0f;
+          const uint output = base + uint(r);
+          if (output < outputs && at < words) {
+            const uint4 four = weight[output * words + at];
+            word[a][r][0] = four.x;
+            word[a][r][1] = four.y;
+            word[a][r][2] = four.z;
+            word[a][r][3] = four.w;
+            scale[a][r] = float(scales[output * groups + at / per_group]);
+            bias[a][r] = float(biases[output * groups + at / per_group]);
+          }
+        }
+      }
+
+      // The inputs are made ready while the first words are on their way; once, if they all fit.
+      if (step == 0u && (turn == 0u || words > CHUNK)) {
+        if (turn + chunk > 0u) threadgroup_barrier(mem_flags::mem_threadgroup);
+        const uint units = (chunk_inputs + 255u) / 256u;
+        for (uint unit = simdgroup; unit < uint(ROWS) * units; unit += uint(SIMDGROUPS)) {
+          const uint t = unit / units;
+          const uint here = unit % units * 256u + lane * 8u;
+          const uint k = chunk / per_group * 64u + here;
+          const bool inside = here < chunk_inputs && k < inputs;
+          float value[8];
+          UNROLL for (int i = 0; i < 8; ++i) value[i] = 0.0f;
+          if (inside) {
+            load_eight(x + t * uint(x_strides[1]) + k / dim * uint(x_strides[2]) + k % dim, value);
+          }
+          if constexpr (PROLOGUE == 1 || PROLOGUE == 2) {
+            float squares = 0.0f;
+            UNROLL for (int i = 0; i < 8; ++i) squares = multiply_add(value[i], value[i], squares);
+            if constexpr (PROLOGUE == 1) {
+              // The norm's factor is the same for all inputs of a row: it waits for the end.
+              squares = simd_sum(squares);
+              if (turn == 0u && lane == 0u) shared_squares[simdgroup * uint(ROWS) + t] += squares;
+            } else {
+              UNROLL for (int mask = 1; mask < 16; mask *= 2) squares += simd_shuffle_xor(squares, ushort(mask));
+              const float factor = rsqrt_of(squares / 128.0f + eps[0]);
+              UNROLL for (int i = 0; i < 8; ++i) value[i] *= factor;
+            }
+            if (inside) {
+              float by[8];
+              load_eight(gain + (PROLOGUE == 1 ? k : k % 128u), by);
+              UNROLL for (int i = 0; i < 8; ++i) value[i] *= by[i];
+            }
+          }
+          if constexpr (PROLOGUE == 2 || PROLOGUE == 3) {
+            if (inside) {
+              float by[8];
+              const uint gate_dim = uint(gate_shape[3]);
+              load_eight(
+                  gate + t * uint(gate_strides[1]) + k / gate_dim * uint(gate_strides[2]) + k % gate_dim, by);
+              UNROLL for (int i = 0; i < 8; ++i) value[i] *= sigmoid_of(by[i]) * (PROLOGUE == 2 ? by[i] : 1.0f);
+            }
+          }
+          float total = 0.0f;
+          UNROLL for (int i = 0; i < 8; ++i) total += value[i];
+          total += simd_shuffle_xor(total, ushort(1));
+          const float other = simd_shuffle_xor(total, ushort(2));
+          if (!wide) total += other;
+          if (here < chunk_inputs) {
+            const uint code = wide ? here * 2u : here;  // 4-bit codes before the first of these inputs
+            const uint place = t * uint(STEPS) + code / uint(32 * SPAN);
+            const uint by_lane = code / 32u % uint(SPAN);
+            threadgroup float4* to = (threadgroup float4*)shared_x + (place * 8u + code % 32u / 4u) * uint(SPAN) + by_lane;
+            float4 four;
+            if (wide) {
+              UNROLL for (int h = 0; h < 4; ++h) {
+                four.x = value[2 * h];
+                four.y = value[2 * h];
+                four.z = value[2 * h + 1] * 0.00390625f;
+                four.w = four.z;
+                to[h * SPAN] = four;
+              }
+            } else {
+              UNROLL for (int h = 0; h < 2; ++h) {
+                four.x = value[4 * h];
+                four.y = value[4 * h + 1] * 0.0625f;
+                four.z = value[4 * h + 2] * 0.00390625f;
+                four.w = value[4 * h + 3] * 0.000244140625f;
+                to[h * SPAN] = four;
+              }
+            }
+            if (code % 32u == 0u) shared_sums[place * uint(SPAN) + by_lane] = total;
+          }
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if constexpr (PROLOGUE == 1) {
+          if (turn == 0u && chunk + CHUNK >= words) {
+            UNROLL for (int t = 0; t < ROWS; ++t) {
+              float squares = 0.0f;
+              UNROLL for (int s = 0; s < SIMDGROUPS; ++s) squares += shared_squares[s * ROWS + t];
+              inverse[t] = rsqrt_of(squares / float(inputs) + eps[0]);
+            }
+          }
+        }
+      }
+
+      UNROLL for (int a = 0; a < AHEAD; ++a) {
+        float dot[OUTPUTS][ROWS];
+        UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+          UNROLL for (int t = 0; t < ROWS; ++t) dot[r][t] = 0.0f;
+        }
+        UNROLL for (int half_word = 0; half_word < 8; ++half_word) {
+          float code[OUTPUTS][4];
+          UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+            const uint both = word[a][r][half_word / 2];
+            const uint bits = half_word % 2 == 0 ? both : both >> 16;
+            UNROLL for (int i = 0; i < 4; ++i) code[r][i] = small_number(bits & (0xfu << (4 * i)));
+          }
+          UNROLL for (int t = 0; t < ROWS; ++t) {
+            const uint place = uint(t * STEPS) + step + uint(a);
+            const float4 four = ((const threadgroup float4*)shared_x)[(place * 8u + uint(half_word)) * uint(SPAN) + sub];
+            UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+              dot[r][t] = multiply_add(code[r][0], four.x, dot[r][t]);
+              dot[r][t] = multiply_add(code[r][1], four.y, dot[r][t]);
+              dot[r][t] = multiply_add(code[r][2], four.z, dot[r][t]);
+              dot[r][t] = multiply_add(code[r][3], four.w, dot[r][t]);
+            }
+          }
+        }
+        UNROLL for (int t = 0; t < ROWS; ++t) {
+          const float total = shared_sums[(uint(t * STEPS) + step + uint(a)) * uint(SPAN) + sub];
+          UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+            sum[r][t] = multiply_add(scale[a][r], dot[r][t], multiply_add(bias[a][r], total, sum[r][t]));
+          }
+        }
+      }
+    }
+  }
+
+  // Lane `l` of a span ends with the sum of output `base + l % OUTPUTS`.
+  UNROLL for (int t = 0; t < ROWS; ++t) {
+    float mine[OUTPUTS];
+    UNROLL for (int r = 0; r < OUTPUTS; ++r) mine[r] = sum[r][t];
+    simd_halve<OUTPUTS / 2>(mine, lane);
+    float total = mine[0];
+    UNROLL for (int mask = OUTPUTS; mask < SPAN; mask *= 2) total += simd_shuffle_xor(total, ushort(mask));
+    total *= inverse[t];
+    const uint output = base + lane % uint(OUTPUTS);
+    if (sub < uint(OUTPUTS) && output < outputs) {
+      if constexpr (BEST) {
+        const uint bits = ordered_bits(total);
+        if (bits > best[t]) {
+          best[t] = bits;
+          best_output[t] = output;
+        }
+      } else {
+        if constexpr (RESIDUAL) {
+          total += float(residual[uint(t) * uint(residual_strides[2]) + output * uint(residual_strides[3])]);
+        }
+        out[begin + uint(t) * outputs + output] = O(total);
+      }
+    }
+  }
+}
+
+if constexpr (BEST) {
+  UNROLL for (int t = 0; t < ROWS; ++t) {
+    UNROLL for (int mask = 1; mask < 32; mask *= 2) {
+      const uint bits = simd_shuffle_xor(best[t], ushort(mask));
+      const uint output = simd_shuffle_xor(best_output[t], ushort(mask));
+      if (bits > best[t] || (bits == best[t] && output < best_output[t])) {
+        best[t] = bits;
+        best_output[t] = output;
+      }
+    }
+    if (lane == 0u) {
+      shared_best[(simdgroup * uint(ROWS) + uint(t)) * 2u] = best[t];
+      shared_best[(simdgroup * uint(ROWS) + uint(t)) * 2u + 1u] = best_output[t];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (index < uint(ROWS)) {
+    uint bits = shared_best[index * 2u];
+    uint output = shared_best[index * 2u + 1u];
+    UNROLL for (int s = 1; s < SIMDGROUPS; ++s) {
+      // Outputs of a later simdgroup may be lower than those of an earlier one's later turn.
+      const uint slot = (uint(s * ROWS) + index) * 2u;
+      const bool better = shared_best[slot] > bits || (shared_best[slot] == bits && shared_best[slot + 1u] < output);
+      bits = better ? shared_best[slot] : bits;
+      output = better ? shared_best[slot + 1u] : output;
+    }
+    const uint slot = (index * threadgroups_per_grid.x + threadgroup_position_in_grid.x) * 2u;
+    out[slot] = O(bits);
+    out[slot + 1u] = O(output);
+  }
+}
+
+// kernel: choose
+// inputs: values
+// dense: values
+// outputs: best_output best
+// template: typename V, int SIMDGROUPS, bool PAIRS
+//
+// The largest of each row, by the rule of `products`: best_output uint32 [rows], best float32 [rows].
+// values: with PAIRS what `products` leaves, uint32 [rows, count, 2]; without, the logits themselves [rows, count] of V.
+// Grid: a threadgroup of SIMDGROUPS simdgroups for each row.
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint index = thread_index_in_threadgroup;
+const uint row = threadgroup_position_in_grid.y;
+const uint count = uint(values_shape[1]);
+THREADGROUP_ARRAY(uint, shared_bits, SIMDGROUPS);
+THREADGROUP_ARRAY(uint, shared_output, SIMDGROUPS);
+
+uint bits = 0u;
+uint output = 0xffffffffu;
+for (uint i = index; i < count; i += uint(SIMDGROUPS) * 32u) {
+  uint other = 0u;
+  uint other_output = i;
+  if constexpr (PAIRS) {
+    other = uint(values[(row * count + i) * 2u]);
+    other_output = uint(values[(row * count + i) * 2u + 1u]);
+  } else {
+    other = ordered_bits(float(values[row * count + i]));
+  }
+  if (other > bits || (other == bits && other_output < output)) {
+    bits = other;
+    output = other_output;
+  }
+}
+UNROLL for (int mask = 1; mask < 32; mask *= 2) {
+  const uint other = simd_shuffle_xor(bits, ushort(mask));
+  const uint other_output = simd_shuffle_xor(output, ushort(mask));
+  if (other > bits || (other == bits && other_output < output)) {
+    bits = other;
+    output = other_output;
+  }
+}
+if (lane == 0u) {
+  shared_bits[simdgroup] = bits;
+  shared_output[simdgroup] = output;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+if (index == 0u) {
+  UNROLL for (int s = 1; s < SIMDGROUPS; ++s) {
+    if (shared_bits[s] > bits || (shared_bits[s] == bits && shared_output[s] < output)) {
+      bits = shared_bits[s];
+      output = shared_output[s];
+    }
+  }
+  best_output[row] = output;
+  best[row] = from_ordered_bits(bits);
+}
