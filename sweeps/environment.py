@@ -67,6 +67,11 @@ def debug() -> bool:
     return os.environ.get("LILYBENCH_DEBUG", "") not in ("", "0")
 
 
+def secret(name: str) -> str | None:
+    """A key that is kept out of settings and rows: the variable `name`, or None where there is none or an empty one."""
+    return os.environ.get(name) or None
+
+
 def runtime_dir() -> Path:
     """Per-user folder for lock files, the same for every launch folder."""
     folder = os.environ.get("XDG_RUNTIME_DIR")

@@ -17,13 +17,13 @@ import contextlib
 import http.client
 import json
 import math
-import os
 import secrets
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sweeps import environment
 from sweeps.clock import Clock, SystemClock, WindowVoid, timed
 from sweeps.points import Arm, Job, Point, sample_row
 from sweeps.prompts import Encoder, Prompts
@@ -107,9 +107,10 @@ class Address:
         if "@" in parts.netloc:
             raise EndpointError("url= holds a password, which would end up in rows: use subject.key_env=VARIABLE")
         name = options.get("key_env")
-        if name and not os.environ.get(name):
+        key = environment.secret(str(name)) if name else None
+        if name and not key:
             raise EndpointError(f"subject.key_env={name}: there is no such environment variable with a key in it")
-        return cls(parts.scheme, host, port, parts.path.rstrip("/") or "/v1", os.environ[name] if name else None)
+        return cls(parts.scheme, host, port, parts.path.rstrip("/") or "/v1", key)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
