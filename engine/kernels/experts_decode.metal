@@ -45,31 +45,6 @@ THREADGROUP_ARRAY(uint4, staged, LANES * STEPS * 2 * int(sizeof(X)));
 THREADGROUP_ARRAY(float, block_sums, LANES * STEPS);
 THREADGROUP_ARRAY(float, squares, SIMDGROUPS);
 
-// x, or gain · x, since the rest of a norm is one factor for the whole row.
-float square = 0.0f;
-UNROLL for (uint pass = 0u; pass < (UNITS + THREADS - 1u) / THREADS; ++pass) {
-  const uint unit = pass * THREADS + index;
-  float value[8];
-  UNROLL for (int i = 0; i < 8; ++i) value[i] = 0.0f;
-  if (unit * 8u < inputs) {
-    load_eight(x + row * x_strides[1] + unit * 8u, value);
-    if constexpr (NORM) {
-      float factor[8];
-      load_eight(gain + unit * 8u, factor);
-      UNROLL for (int i = 0; i < 8; ++i) {
-        square = multiply_add(value[i], value[i], square);
-        value[i] *= factor[i];
-      }
-    }
-  }
-  const float sum = stage<X>(staged, unit, unit < UNITS, value);
-  if (unit < UNITS && unit % 4u == 0u) block_sums[unit / 4u] = sum;
-}
-if constexpr (NORM) {
-  square = simd_sum(square);
-  if (lane == 0u) squares[simdgroup] = square;
-}
-
 // Every simdgroup finds its expert by itself, the largest first; in the end lane i has what round i found.
 constexpr uint EACH = uint(EXPERTS + 31) / 32u;
 uint expert = 0u;
@@ -104,35 +79,62 @@ if constexpr (ROUTED) {
   }
 }
 
-// Idle lanes multiply nothing by nothing.
+// A lane without a row or a word of its own reads the last one: without branches, and without conversions, which would
+// wait, every load is on its way before the first is needed. Inputs past the end are zero, rows past it are not stored.
 const uint part = lane % uint(LANES);
 constexpr uint AT_ONCE = 32u / uint(LANES);
 const uint column = (tile * uint(SIMDGROUPS) + simdgroup) * uint(ROWS) * AT_ONCE + lane / uint(LANES);
+const uint last_block = inputs / 32u - 1u;
 uint4 gate_codes[STEPS][ROWS];
 uint4 up_codes[STEPS][ROWS];
-float gate_scale[STEPS][ROWS];
-float gate_bias[STEPS][ROWS];
-float up_scale[STEPS][ROWS];
-float up_bias[STEPS][ROWS];
+T gate_scale[STEPS][ROWS];
+T gate_bias[STEPS][ROWS];
+T up_scale[STEPS][ROWS];
+T up_bias[STEPS][ROWS];
 UNROLL for (int s = 0; s < STEPS; ++s) {
-  const uint block = uint(s * LANES) + part;
+  uint block = uint(s * LANES) + part;
+  block = block < last_block ? block : last_block;
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    const uint n = column + uint(r) * AT_ONCE;
-    gate_codes[s][r] = no_codes();
-    up_codes[s][r] = no_codes();
-    gate_scale[s][r] = gate_bias[s][r] = up_scale[s][r] = up_bias[s][r] = 0.0f;
-    if (n < wide && block * 32u < inputs) {
-      const uint at = (expert * wide + n) * (inputs / 32u) + block;
-      const uint group = (expert * wide + n) * (inputs / 64u) + block / 2u;
-      gate_codes[s][r] = ((const device uint4*)gate)[at];
-      up_codes[s][r] = ((const device uint4*)up)[at];
-      gate_scale[s][r] = float(gate_scales[group]);
-      gate_bias[s][r] = float(gate_biases[group]);
-      up_scale[s][r] = float(up_scales[group]);
-      up_bias[s][r] = float(up_biases[group]);
-    }
+    uint n = column + uint(r) * AT_ONCE;
+    n = n < wide ? n : wide - 1u;
+    const uint at = (expert * wide + n) * (inputs / 32u) + block;
+    const uint group = (expert * wide + n) * (inputs / 64u) + block / 2u;
+    gate_codes[s][r] = ((const device uint4*)gate)[at];
+    up_codes[s][r] = ((const device uint4*)up)[at];
+    gate_scale[s][r] = gate_scales[group];
+    gate_bias[s][r] = gate_biases[group];
+    up_scale[s][r] = up_scales[group];
+    up_bias[s][r] = up_biases[group];
   }
 }
+// Compilers would sink loads to where they are used, past the waiting below.
+simdgroup_barrier(mem_flags::mem_none);
+
+// x, or gain · x, since the rest of a norm is one factor for the whole row.
+float square = 0.0f;
+UNROLL for (uint pass = 0u; pass < (UNITS + THREADS - 1u) / THREADS; ++pass) {
+  const uint unit = pass * THREADS + index;
+  float value[8];
+  UNROLL for (int i = 0; i < 8; ++i) value[i] = 0.0f;
+  if (unit * 8u < inputs) {
+    load_eight(x + row * x_strides[1] + unit * 8u, value);
+    if constexpr (NORM) {
+      float factor[8];
+      load_eight(gain + unit * 8u, factor);
+      UNROLL for (int i = 0; i < 8; ++i) {
+        square = multiply_add(value[i], value[i], square);
+        value[i] *= factor[i];
+      }
+    }
+  }
+  const float sum = stage<X>(staged, unit, unit < UNITS, value);
+  if (unit < UNITS && unit % 4u == 0u) block_sums[unit / 4u] = sum;
+}
+if constexpr (NORM) {
+  square = simd_sum(square);
+  if (lane == 0u) squares[simdgroup] = square;
+}
+
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 float gate_sum[ROWS];
@@ -144,10 +146,10 @@ UNROLL for (int s = 0; s < STEPS; ++s) {
   staged_block<X>(staged, block, input);
   const float all = block_sums[block];
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    gate_sum[r] = multiply_add(gate_scale[s][r], dot_codes(gate_codes[s][r], input), gate_sum[r]);
-    gate_sum[r] = multiply_add(gate_bias[s][r], all, gate_sum[r]);
-    up_sum[r] = multiply_add(up_scale[s][r], dot_codes(up_codes[s][r], input), up_sum[r]);
-    up_sum[r] = multiply_add(up_bias[s][r], all, up_sum[r]);
+    gate_sum[r] = multiply_add(float(gate_scale[s][r]), dot_codes(gate_codes[s][r], input), gate_sum[r]);
+    gate_sum[r] = multiply_add(float(gate_bias[s][r]), all, gate_sum[r]);
+    up_sum[r] = multiply_add(float(up_scale[s][r]), dot_codes(up_codes[s][r], input), up_sum[r]);
+    up_sum[r] = multiply_add(float(up_bias[s][r]), all, up_sum[r]);
   }
 }
 float factor = 1.0f;
@@ -224,9 +226,12 @@ THREADGROUP_ARRAY(float, sums, SPLIT * ROWS * 32 / LANES);
 
 const uint part = lane % uint(LANES);
 const uint column = tile * COLUMNS + lane / uint(LANES);
+const uint last_block = wide / 32u - 1u;
+// As in `up`: loads without branches or conversions. SPLIT may leave a simdgroup one expert short.
+constexpr bool EVEN = EACH * SPLIT == CHOSEN + 1;
 uint4 codes[EACH][STEPS][ROWS];
-float scale[EACH][STEPS][ROWS];
-float bias[EACH][STEPS][ROWS];
+T scale[EACH][STEPS][ROWS];
+T bias[EACH][STEPS][ROWS];
 UNROLL for (int i = 0; i < EACH; ++i) {
   const uint e = simdgroup + uint(i * SPLIT);
   const bool routed = e < uint(CHOSEN);
@@ -235,20 +240,23 @@ UNROLL for (int i = 0; i < EACH; ++i) {
   const device T* all_scales = routed ? down_scales : shared_scales;
   const device T* all_biases = routed ? down_biases : shared_biases;
   UNROLL for (int s = 0; s < STEPS; ++s) {
-    const uint block = uint(s * LANES) + part;
+    uint block = uint(s * LANES) + part;
+    block = block < last_block ? block : last_block;
     UNROLL for (int r = 0; r < ROWS; ++r) {
-      const uint n = column + uint(r) * AT_ONCE;
+      uint n = column + uint(r) * AT_ONCE;
+      n = n < outputs ? n : outputs - 1u;
       codes[i][s][r] = no_codes();
-      scale[i][s][r] = bias[i][s][r] = 0.0f;
-      if (e <= uint(CHOSEN) && n < outputs && block * 32u < wide) {
+      scale[i][s][r] = bias[i][s][r] = T(0.0f);
+      if (EVEN || e <= uint(CHOSEN)) {
         const uint group = (expert * outputs + n) * (wide / 64u) + block / 2u;
         codes[i][s][r] = all_codes[(expert * outputs + n) * (wide / 32u) + block];
-        scale[i][s][r] = float(all_scales[group]);
-        bias[i][s][r] = float(all_biases[group]);
+        scale[i][s][r] = all_scales[group];
+        bias[i][s][r] = all_biases[group];
       }
     }
   }
 }
+simdgroup_barrier(mem_flags::mem_none);
 
 // A simdgroup stages what its own experts get, so it waits for no other.
 float factor[EACH];
@@ -287,7 +295,8 @@ UNROLL for (int i = 0; i < EACH; ++i) {
     staged_block<X>(staged + place * WORDS, block, input);
     const float all = block_sums[place * BLOCKS + block];
     UNROLL for (int r = 0; r < ROWS; ++r) {
-      const float product = multiply_add(scale[i][s][r], dot_codes(codes[i][s][r], input), bias[i][s][r] * all);
+      const float products = dot_codes(codes[i][s][r], input);
+      const float product = multiply_add(float(scale[i][s][r]), products, float(bias[i][s][r]) * all);
       sum[r] = multiply_add(factor[i], product, sum[r]);
     }
   }
