@@ -72,6 +72,7 @@ def attention_metal(
     split: str = "blocks",
     lanes: str = "coalesced",
     blocks: int = 128,
+    fresh: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
     """Softmax attention of 1 to 8 new rows; arguments and result as the op says, head_dim 256.
 
@@ -82,21 +83,30 @@ def attention_metal(
     split: ``none`` (one part, one launch), ``chunks`` (256 positions each, their number grows with the cache) or
         ``blocks`` (`blocks` parts, their length grows).
     lanes: ``coalesced`` (neighbouring 16-byte words) or ``apart``.
+    fresh: keys and values of the new rows themselves, ``[1, kv heads, rows, 256]``; `keys` and `values` then give the
+        positions before `position` alone (None: all that they hold), and the new rows need not be in the cache yet.
 
     Raises:
-        KernelError: another head_dim, types that differ, or a setting that does not exist.
+        KernelError: another head_dim, types that differ, a setting that does not exist, or other rows than q's in
+            `fresh`.
     """
     _, n_heads, rows, dim = q.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
-    if dim != HEAD_DIM or not q.dtype == keys.dtype == values.dtype:
+    new = (keys, values) if fresh is None else fresh
+    kinds = [array.dtype for array in (q, keys, values, *new)]
+    if dim != HEAD_DIM or len(set(kinds)) > 1:
         raise KernelError(
-            f"decode_attention=metal takes head_dim {HEAD_DIM} and one type, "
-            f"not {dim} and {q.dtype}, {keys.dtype}, {values.dtype}"
+            f"decode_attention=metal takes head_dim {HEAD_DIM} and one type, not {dim} and {', '.join(map(str, kinds))}"
         )
+    if fresh is not None and any(array.shape != (1, kv_heads, rows, dim) for array in fresh):
+        shapes = " and ".join(str(list(array.shape)) for array in fresh)
+        raise KernelError(f"decode_attention=metal: fresh rows are {[1, kv_heads, rows, dim]}, not {shapes}")
     if split not in SPLITS or lanes not in LANES or blocks < 1:
         raise KernelError(f"decode_attention=metal has no split={split} lanes={lanes} blocks={blocks}")
     packed = heads_per_fetch(heads, n_heads // kv_heads)
-    parts = {"none": 1, "chunks": -(-n // CHUNK), "blocks": blocks}[split]
+    # Without `fresh` the new rows are the last of the keys.
+    start = n - rows if fresh is None else n
+    parts = {"none": 1, "chunks": -(-(start + rows) // CHUNK), "blocks": blocks}[split]
     final = parts == 1
     kernel = loader.load(TOPIC)["split"]
     partial, sums = loader.launch(
@@ -106,7 +116,8 @@ def attention_metal(
                 q,
                 keys,
                 values,
-                _constant(n - rows, mx.int32) if position is None else position,
+                *new,
+                _constant(start, mx.int32) if position is None else position,
                 _constant(scale * _LOG2_E, mx.float32),
             ),
             kernel.arguments(
@@ -117,6 +128,7 @@ def attention_metal(
                 CHUNK=CHUNK if split == "chunks" else 0,
                 COALESCED=lanes == "coalesced",
                 FINAL=final,
+                FRESH=fresh is not None,
             ),
             grid=(parts * SPLIT_SIMDGROUPS * SIMD, n_heads // packed, rows),
             threadgroup=(SPLIT_SIMDGROUPS * SIMD, 1, 1),

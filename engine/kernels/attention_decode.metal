@@ -5,13 +5,14 @@
 // q [1, heads, rows, 256], keys and values [1, kv heads, n, 256] of T; strides are read, so that the used part of a
 // larger cache is taken as it lies, but the last axis must be dense and rows must start on 16 bytes. position int32
 // [1] is the cache position of the first row: row r sees keys 0 … position + r. scale float32 [1] holds
-// scale · log2(e), since weights are powers of two.
+// scale · log2(e), since weights are powers of two. With FRESH the cache holds the positions before the first row only,
+// and those from there on are fresh_keys and fresh_values [1, kv heads, rows, 256] of T.
 
 // kernel: split
-// inputs: q keys values position scale
+// inputs: q keys values fresh_keys fresh_values position scale
 // dense: position scale
 // outputs: partial sums
-// template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL
+// template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL, bool FRESH
 //
 // partial [heads, rows, parts, 256] of O, sums float32 [heads, rows, parts, 2] = (largest score, sum of weights).
 // Grid: parts × (heads / G) × rows threadgroups of SIMDGROUPS simdgroups.
@@ -20,6 +21,7 @@
 // CHUNK   positions of a part; 0: the positions seen are divided evenly among the parts of the grid.
 // COALESCED  lanes read neighbouring 16-byte words of a row; otherwise apart, each lane walking a row of its own.
 // FINAL   there is one part: O is T and partial the finished rows.
+// FRESH   rows at `position` and after come from fresh_keys and fresh_values, which are not read otherwise.
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint index = thread_index_in_threadgroup;
@@ -27,16 +29,21 @@ const uint part = threadgroup_position_in_grid.x;
 const uint group = threadgroup_position_in_grid.y;
 const uint row = threadgroup_position_in_grid.z;
 REFUSE_UNLESS(
-    q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1, partial, O,
-    index + part + group + row == 0u)
+    q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1 && fresh_keys_strides[3] == 1 &&
+        fresh_values_strides[3] == 1,
+    partial, O, index + part + group + row == 0u)
 
 const uint kv_head = group * uint(G) / (uint(q_shape[1]) / uint(keys_shape[1]));
 const device T* q_row = q + group * uint(G) * q_strides[1] + row * q_strides[2];
 const device T* key_rows = keys + kv_head * keys_strides[1];
 const device T* value_rows = values + kv_head * values_strides[1];
+const device T* fresh_key_rows = fresh_keys + kv_head * fresh_keys_strides[1];
+const device T* fresh_value_rows = fresh_values + kv_head * fresh_values_strides[1];
 
 const uint n = uint(keys_shape[2]);
-const uint seen = uint(position[0]) + row + 1u < n ? uint(position[0]) + row + 1u : n;
+const uint cached = FRESH && uint(position[0]) < n ? uint(position[0]) : n;
+const uint visible = FRESH ? cached + row + 1u : uint(position[0]) + row + 1u;
+const uint seen = FRESH || visible < n ? visible : n;
 const uint parts = threadgroups_per_grid.x;
 const uint length = CHUNK > 0 ? uint(CHUNK) : (seen + parts - 1u) / parts;
 const uint first = part * length;
@@ -78,11 +85,20 @@ if constexpr (COALESCED) {
         key[i] = 0.0f;
         value[r][i] = 0.0f;
       }
-      if (base + uint(r) < end) {
+      const uint at = base + uint(r);
+      if (at < end) {
+        const device T* key_row = key_rows + at * keys_strides[2];
+        const device T* value_row = value_rows + at * values_strides[2];
+        if constexpr (FRESH) {
+          if (at >= cached) {
+            key_row = fresh_key_rows + (at - cached) * fresh_keys_strides[2];
+            value_row = fresh_value_rows + (at - cached) * fresh_values_strides[2];
+          }
+        }
         UNROLL for (int w = 0; w < WORDS; ++w) {
-          const uint at = (uint(w) * 32u + lane) * uint(PER_WORD);
-          load_word(key_rows + (base + uint(r)) * keys_strides[2] + at, key + w * PER_WORD);
-          load_word(value_rows + (base + uint(r)) * values_strides[2] + at, value[r] + w * PER_WORD);
+          const uint column = (uint(w) * 32u + lane) * uint(PER_WORD);
+          load_word(key_row + column, key + w * PER_WORD);
+          load_word(value_row + column, value[r] + w * PER_WORD);
         }
       }
       UNROLL for (int g = 0; g < G; ++g) {
@@ -132,9 +148,13 @@ if constexpr (COALESCED) {
     float score[G];
     UNROLL for (int g = 0; g < G; ++g) score[g] = base + lane < end ? 0.0f : NOTHING;
     if (base + lane < end) {
+      const device T* key_row = key_rows + (base + lane) * keys_strides[2];
+      if constexpr (FRESH) {
+        if (base + lane >= cached) key_row = fresh_key_rows + (base + lane - cached) * fresh_keys_strides[2];
+      }
       for (uint at = 0u; at < 256u; at += uint(PER_WORD)) {
         float key[PER_WORD];
-        load_word(key_rows + (base + lane) * keys_strides[2] + at, key);
+        load_word(key_row + at, key);
         UNROLL for (int g = 0; g < G; ++g) {
           UNROLL for (int i = 0; i < PER_WORD; ++i) {
             score[g] = multiply_add(shared_q[uint(g) * 256u + at + uint(i)], key[i], score[g]);
@@ -153,10 +173,12 @@ if constexpr (COALESCED) {
     }
     const uint count = end - base < 32u ? end - base : 32u;
     for (uint r = 0u; r < count; ++r) {
-      float value[8];
-      UNROLL for (int i = 0; i < 8; ++i) {
-        value[i] = float(value_rows[(base + r) * values_strides[2] + uint(i) * 32u + lane]);
+      const device T* value_row = value_rows + (base + r) * values_strides[2];
+      if constexpr (FRESH) {
+        if (base + r >= cached) value_row = fresh_value_rows + (base + r - cached) * fresh_values_strides[2];
       }
+      float value[8];
+      UNROLL for (int i = 0; i < 8; ++i) value[i] = float(value_row[uint(i) * 32u + lane]);
       UNROLL for (int g = 0; g < G; ++g) {
         const float p = simd_shuffle(score[g], ushort(r));
         UNROLL for (int i = 0; i < 8; ++i) out[g][i] = multiply_add(p, value[i], out[g][i]);

@@ -24,6 +24,14 @@ SIZES = [
     (3, 259, 1, -1, 5),
     (2, 66, 2, 31, 0),
 ]
+FRESH_SIZES = [
+    # rows, positions before them, key/value heads, room past those positions (-1: none, and no position is given)
+    (1, 77, 2, 3),
+    (8, 130, 1, 20),
+    (1, 63, 2, -1),
+    (2, 0, 1, 40),
+    (3, 255, 1, 1),
+]
 
 
 def settings(tile: tuple[str, str, str]) -> dict[str, object]:
@@ -40,3 +48,19 @@ def arguments(size: tuple[int, int, int, int, int], dtype: mx.Dtype) -> tuple:
         # What lies past the shown part must not be read.
         keys[:, :, n:], values[:, :, n:] = float("nan"), float("nan")
     return q, keys[:, :, :n], values[:, :, :n], scale, position
+
+
+def fresh_arguments(size: tuple[int, int, int, int], dtype: mx.Dtype) -> tuple[tuple, tuple, tuple]:
+    """The variant's arguments and its `fresh`, and the op's arguments that ask for the same.
+
+    Fresh values are a view of a product's output, as a layer has them.
+    """
+    rows, before, kv, room = size
+    q, keys, values, scale, _ = OP.inputs(Case("", {"rows": rows, "n": before + rows, "kv": kv, "at": -1}), dtype, 0)
+    flat = mx.contiguous(values[:, :, before:].swapaxes(1, 2)).reshape(1, rows, -1)
+    fresh = mx.contiguous(keys[:, :, before:]), flat.reshape(1, rows, kv, -1).swapaxes(1, 2)
+    # What lies past the positions before the new rows must not be read.
+    rest = mx.full((1, kv, max(room, 0), q.shape[3]), float("nan"), dtype)
+    cache = [mx.concatenate([part[:, :, :before], rest], axis=2) for part in (keys, values)]
+    position = None if room < 0 else mx.array([before], dtype=mx.int32)
+    return (q, *cache, scale, position), fresh, (q, keys, values, scale, None)

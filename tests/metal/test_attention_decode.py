@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 import simulator
-from attention_cases import BLOCKS, OP, SIZES, TILES, TYPES, arguments, settings
+from attention_cases import BLOCKS, FRESH_SIZES, OP, SIZES, TILES, TYPES, arguments, fresh_arguments, settings
 from simulator import Simulator
 
 from engine.config import DecodeAttentionConfig, EngineConfig
@@ -16,7 +16,9 @@ from engine.ops import bind, relative_rms
 pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
 
 
-def launches(tile: tuple[str, str, str], dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(
+    tile: tuple[str, str, str], dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch, fresh: bool = False
+) -> list[Launch]:
     """What the variant would launch for a tile."""
     seen: list[Launch] = []
 
@@ -26,7 +28,11 @@ def launches(tile: tuple[str, str, str], dtype: mx.Dtype, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as patch:
         patch.setattr(loader, "launch", note)
-        attention.attention_metal(*arguments(SIZES[0], dtype), **settings(tile))
+        if fresh:
+            given, new, _ = fresh_arguments(FRESH_SIZES[0], dtype)
+            attention.attention_metal(*given, **settings(tile), fresh=new)
+        else:
+            attention.attention_metal(*arguments(SIZES[0], dtype), **settings(tile))
     return seen
 
 
@@ -37,6 +43,15 @@ def run(simulated: Simulator, size: tuple, dtype: mx.Dtype, monkeypatch: pytest.
     return relative_rms(attention.attention_metal(*given, **chosen), OP.reference.run(*given))
 
 
+def run_fresh(
+    simulated: Simulator, size: tuple, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch, **chosen: object
+) -> float:
+    """Relative RMS error of the variant where the new rows are inputs of their own."""
+    given, fresh, whole = fresh_arguments(size, dtype)
+    monkeypatch.setattr(loader, "launch", simulated.launch)
+    return relative_rms(attention.attention_metal(*given, **chosen, fresh=fresh), OP.reference.run(*whole))
+
+
 @pytest.fixture(scope="module")
 def ready() -> dict[str, Simulator]:
     """A simulator an element type with all of its instances compiled together."""
@@ -44,7 +59,8 @@ def ready() -> dict[str, Simulator]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("bfloat16", "float32"):
             made[name] = Simulator()
-            made[name].prepare(call for tile in TILES for call in launches(tile, TYPES[name], patch))
+            for fresh in (False, True):
+                made[name].prepare(call for tile in TILES for call in launches(tile, TYPES[name], patch, fresh))
     return made
 
 
@@ -52,7 +68,7 @@ def ready() -> dict[str, Simulator]:
 def test_every_instance_compiles_under_metals_rules(dtype, monkeypatch):
     texts: dict[str, list[str]] = {}
     for tile in TILES:
-        for call in launches(tile, TYPES[dtype], monkeypatch):
+        for call in [call for new in (False, True) for call in launches(tile, TYPES[dtype], monkeypatch, new)]:
             texts.setdefault(call.kernel.name, []).append(simulator.source(call))
     assert texts.keys() == {kernel.name for kernel in loader.load(attention.TOPIC).values()}
     for instances in texts.values():
@@ -75,6 +91,13 @@ def test_tile_agrees_with_the_reference(turn, dtype, ready, monkeypatch):
     assert run(ready[dtype], size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
 
 
+@pytest.mark.parametrize("turn", range(len(TILES)))
+def test_tile_with_fresh_rows_agrees_with_the_reference(turn, ready, monkeypatch):
+    dtype = ("bfloat16", "float32")[turn // len(attention.LANES) % 2]
+    size, tile = FRESH_SIZES[turn % len(FRESH_SIZES)], TILES[turn]
+    assert run_fresh(ready[dtype], size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("tile", TILES, ids="-".join)
@@ -83,6 +106,9 @@ def test_tile_agrees_with_the_reference_and_is_clean_on_every_size(tile, dtype, 
     for size in SIZES:
         for simulated in (fast, checked):
             assert run(simulated, size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
+    for size in FRESH_SIZES:
+        for simulated in (fast, checked):
+            assert run_fresh(simulated, size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
 
 
 def test_float16_agrees_with_the_reference(monkeypatch):
@@ -118,6 +144,21 @@ def test_accesses_are_clean_and_counted(heads, lanes, monkeypatch):
 
 
 @pytest.mark.parametrize("lanes", attention.LANES)
+def test_fresh_rows_are_read_as_often_as_cached_ones(lanes, monkeypatch):
+    """The cache up to the first new row, and each new row by those that see it; nothing of what is stale."""
+    simulated = Simulator(checked=True)
+    rows, before, kv, _ = size = (3, 130, 1, 20)
+    error = run_fresh(simulated, size, mx.bfloat16, monkeypatch, **settings(("8", "blocks", lanes)))
+    assert error <= OP.tolerance["bfloat16"]
+    split = simulated.traffic[0][1]
+    row = kv * 256 * 2
+    for cached, fresh in (("keys", "fresh_keys"), ("values", "fresh_values")):
+        assert split[cached].loaded == rows * before * row
+        assert split[fresh].loaded == sum(range(1, rows + 1)) * row
+        assert lanes != "coalesced" or split[fresh].lines <= 1.1 * split[fresh].ideal
+
+
+@pytest.mark.parametrize("lanes", attention.LANES)
 def test_float32_accesses_are_clean(lanes, monkeypatch):
     simulated = Simulator(checked=True)
     error = run(simulated, SIZES[2], mx.float32, monkeypatch, **settings(("2", "none", lanes)))
@@ -129,6 +170,10 @@ def test_an_input_that_is_not_dense_gives_nan(ready, monkeypatch):
     monkeypatch.setattr(loader, "launch", ready["float32"].launch)
     turned = mx.contiguous(keys.swapaxes(2, 3)).swapaxes(2, 3)
     out = attention.attention_metal(q, turned, values, scale, position, **settings(("8", "none", "coalesced")))
+    assert mx.isnan(out.reshape(-1)[0]).item()
+    given, (fresh_keys, fresh_values), _ = fresh_arguments(FRESH_SIZES[1], mx.float32)
+    turned = mx.contiguous(fresh_keys.swapaxes(2, 3)).swapaxes(2, 3)
+    out = attention.attention_metal(*given, **settings(("8", "none", "coalesced")), fresh=(turned, fresh_values))
     assert mx.isnan(out.reshape(-1)[0]).item()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from attention_cases import OP, SIZES, TILES, TYPES, arguments, settings
+from attention_cases import FRESH_SIZES, OP, SIZES, TILES, TYPES, arguments, fresh_arguments, settings
 
 from engine.kernels import attention, loader
 from engine.ops import relative_rms
@@ -18,6 +18,10 @@ def test_tile_agrees_with_the_reference_on_a_gpu(tile, dtype):
         given = arguments(size, TYPES[dtype])
         error = relative_rms(attention.attention_metal(*given, **settings(tile)), OP.reference.run(*given))
         assert error <= OP.tolerance[dtype]
+    for size in FRESH_SIZES:
+        given, fresh, whole = fresh_arguments(size, TYPES[dtype])
+        got = attention.attention_metal(*given, **settings(tile), fresh=fresh)
+        assert relative_rms(got, OP.reference.run(*whole)) <= OP.tolerance[dtype]
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,11 @@ def test_another_head_dim_and_mixed_types_are_refused():
         attention.attention_metal(q[..., :64], keys[..., :64], values[..., :64], scale)
     with pytest.raises(loader.KernelError, match="one type"):
         attention.attention_metal(q, keys.astype(mx.bfloat16), values, scale)
+
+
+def test_fresh_rows_that_are_not_the_querys_are_refused():
+    given, (keys, values), _ = fresh_arguments(FRESH_SIZES[1], mx.float32)
+    with pytest.raises(loader.KernelError, match=r"fresh rows are \[1, 1, 8, 256\], not \[1, 1, 7, 256\]"):
+        attention.attention_metal(*given, fresh=(keys[:, :, 1:], values))
+    with pytest.raises(loader.KernelError, match="one type"):
+        attention.attention_metal(*given, fresh=(keys, values.astype(mx.bfloat16)))
