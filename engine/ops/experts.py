@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import GROUP_SIZE
+from engine.kernels import experts as kernels
 from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, packed
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.ops.route import Routing, route_reference
@@ -141,6 +142,12 @@ def experts_grouped(x: mx.array, routing: Routing, w: Experts) -> mx.array:
     return _combine(routed, routing.weights) + shared_expert(x, w, linear_expanded)
 
 
+def experts_metal(x: mx.array, routing: Routing, w: Experts) -> mx.array:
+    """Our kernels for the routed experts and the sum, MLX's product for what the shared expert does to `x`."""
+    shared = linear_mlx(x, w.shared_gate_proj), linear_mlx(x, w.shared_up_proj), linear_mlx(x, w.shared_gate)
+    return kernels.experts_metal_routed(x, routing.ids, routing.weights, w, shared=shared)
+
+
 def _one(w: Matrix, expert: int) -> Matrix:
     pick = lambda a: None if a is None else a[expert]  # noqa: E731
     return Matrix(w.weight[expert], pick(w.scales), pick(w.biases), w.bits, w.group_size)
@@ -206,6 +213,12 @@ EXPERTS = declare(
                     experts_grouped,
                     "rows grouped on the host, one dense product per expert",
                     reads_host=True,
+                ),
+                Variant(
+                    "metal",
+                    experts_metal,
+                    "our kernels: two launches, each expert's weights read once per row, one text for Metal and CUDA",
+                    supports=kernels.supports,
                 ),
             )
         },
