@@ -38,11 +38,18 @@ def settings(tile: Tile) -> dict[str, object]:
     return dict(zip(("columns", "simdgroups", "normed"), tile))
 
 
-def arguments(size: tuple[int, int, int, int], dtype: mx.Dtype, seed: int = 0, apart: bool = True) -> tuple:
-    """The op's arguments; unless `apart`, qkv, z, b and a are parts of one array, as one product leaves them."""
+def arguments(
+    size: tuple[int, int, int, int], dtype: mx.Dtype, seed: int = 0, apart: bool = True, faint: bool = False
+) -> tuple:
+    """The op's arguments; unless `apart`, qkv, z, b and a are parts of one array, as one product leaves them.
+
+    With `faint` the rows are so small that the ε of the l2 norm counts.
+    """
     rows, key_heads, value_heads, slow = size
     case = Case("", {"rows": rows, "key_heads": key_heads, "value_heads": value_heads, "slow": slow})
     given = OP.inputs(case, dtype, seed)
+    if faint:
+        given = (0.01 * given[0], *given[1:4], [0.01 * row for row in given[4]], *given[5:])
     if apart:
         return given
     widths = [part.shape[-1] for part in given[:4]]

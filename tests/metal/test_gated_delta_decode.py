@@ -79,6 +79,11 @@ def test_float16_agrees_with_the_reference(monkeypatch):
     assert error(given, run(Simulator(), given, monkeypatch)) <= OP.tolerance["float16"]
 
 
+def test_faint_rows_agree_with_the_reference(monkeypatch):
+    given = arguments(SIZES[1], mx.float32, faint=True)
+    assert error(given, run(Simulator(), given, monkeypatch)) <= OP.tolerance["float32"]
+
+
 def test_a_read_out_in_float32_is_the_one_that_is_rounded(monkeypatch):
     given = arguments(SIZES[0], mx.bfloat16)
     simulated = Simulator()
