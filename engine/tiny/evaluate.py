@@ -120,7 +120,7 @@ def make_forward(folder: Path, tensors: dict[str, torch.Tensor], device: str) ->
 
 @torch.no_grad()
 def score(forward: Forward, ids: np.ndarray, device: str, windows: int) -> dict[str, np.ndarray]:
-    """Losses, hits and draft agreement over whole windows of ``WINDOW`` predictions."""
+    """Losses, hits, draft agreement and expert shares over whole windows of ``WINDOW`` predictions."""
     rows: dict[str, list[np.ndarray]] = {}
 
     def keep(name: str, value: torch.Tensor) -> None:
@@ -132,13 +132,14 @@ def score(forward: Forward, ids: np.ndarray, device: str, windows: int) -> dict[
         raise ValueError(f"the text has {len(ids)} tokens, under one window of {WINDOW}: give a longer one")
     for i in range(count):
         window = torch.from_numpy(ids[i * WINDOW : i * WINDOW + WINDOW + 2].astype(np.int64))[None].to(device)
-        before, _, _ = forward.trunk(window[:, :-2])
+        before, _, share = forward.trunk(window[:, :-2])
         after = rms(before, model.model.norm)
         logits = F.linear(after, model.lm_head.weight)[0]
         target = window[0, 1:-1]
         greedy = logits.argmax(-1)
         keep("loss", F.cross_entropy(logits, target, reduction="none"))
         keep("hit", greedy == target)
+        keep("share", share)
         for name, hidden in (("after", after), ("before", before)):
             drafted, _ = forward.draft(hidden, window[:, 1:-1])
             draft = F.linear(rms(drafted, head.norm), model.lm_head.weight)[0].argmax(-1)
@@ -181,15 +182,19 @@ def by_depth(forward: Forward, ids: np.ndarray, device: str, blocks: int) -> dic
 
 
 @torch.no_grad()
-def expert_load(forward: Forward, texts: dict[str, np.ndarray], device: str) -> dict[str, Any]:
-    """Load of each layer's least and most used expert, as a multiple of the fair share, by text and over ``all``."""
+def expert_load(forward: Forward, texts: dict[str, np.ndarray], device: str, windows: int) -> dict[str, Any]:
+    """Load of each layer's least and most used expert, as a multiple of the fair share, by text and over ``all``.
+
+    Of each text at most `windows` windows are read, spread evenly over it.
+    """
     assigned: dict[str, torch.Tensor] = {}
     for kind, ids in texts.items():
-        whole = len(ids) // CHUNK * CHUNK
-        for start in range(0, whole, WINDOW):
-            window = torch.from_numpy(ids[start : min(start + WINDOW, whole)].astype(np.int64))[None].to(device)
+        length = min(WINDOW, len(ids) // CHUNK * CHUNK)
+        count = min(windows, len(ids) // length)
+        for start in np.linspace(0, len(ids) - length, count).astype(int):
+            window = torch.from_numpy(ids[start : start + length].astype(np.int64))[None].to(device)
             _, _, share = forward.trunk(window)
-            assigned[kind] = assigned.get(kind, torch.zeros(())) + share.cpu() * window.shape[1]
+            assigned[kind] = assigned.get(kind, torch.zeros(())) + share.cpu() * length
     assigned["all"] = torch.stack(list(assigned.values())).sum(0)
     loads = {kind: counts / counts.mean(-1, keepdim=True) for kind, counts in assigned.items()}
     return {
@@ -254,7 +259,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps({kind: entry}), flush=True)
     result["continuations"] = continuations(options.checkpoint, options.continue_tokens)
     whole = {kind: load_ids(options.data, "test", kind) for kind in KINDS} if options.data else None
-    result["experts"] = expert_load(packed, whole or {kind: ids for kind, (ids, _) in texts.items()}, device)
+    whole = whole or {kind: ids for kind, (ids, _) in texts.items()}
+    result["experts"] = expert_load(packed, whole, device, options.load_windows)
     return result
 
 
@@ -388,8 +394,8 @@ def load_table(experts: dict[str, Any]) -> list[str]:
     """Load of the experts, layer by layer."""
     tokens, load = experts["tokens"], experts["load"]
     lines = [
-        f"Load of the experts over {tokens['all']:,} tokens of the test side, as a multiple of the fair share (least,",
-        "most used expert of each layer):",
+        f"Load of the experts over {tokens['all']:,} tokens, evenly spread over the test side, as a multiple of the",
+        "fair share (least, most used expert of each layer):",
         "",
         "| layer | " + " | ".join(f"{kind} ({tokens[kind]:,})" for kind in load) + " |",
         "|---" * (1 + len(load)) + "|",
@@ -442,6 +448,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder made by engine.tiny.corpus, for the 5-gram model")
     parser.add_argument("--windows", type=int, default=12, help="windows of 4,096 tokens of each text, at most")
     parser.add_argument("--blocks", type=int, default=8, help="blocks for perplexity by depth; 0 leaves it out")
+    parser.add_argument("--load-windows", type=int, default=32, help="windows of each text for the load of experts")
     parser.add_argument("--continue-tokens", type=int, default=48, help="length of a continuation")
     parser.add_argument("--card", type=Path, help="where to write the card (default: README.md of the checkpoint)")
     options = parser.parse_args()
