@@ -34,7 +34,6 @@ const uint k = threadgroups_per_grid.y;
 // The last slot takes most rounds below and writes the routing, so it starts first.
 const uint slot = k - 1u - threadgroup_position_in_grid.y;
 const bool first_of_row = tile == 0u && slot == k - 1u;
-REFUSE_UNLESS(x_strides[2] == 1, hidden, T, first_of_row && index + row == 0u)
 
 const uint inputs = uint(x_shape[2]);
 const uint wide = uint(gate_shape[1]);
@@ -110,13 +109,16 @@ UNROLL for (int s = 0; s < STEPS; ++s) {
 // Compilers would sink loads to where they are used, past the waiting below.
 simdgroup_barrier(mem_flags::mem_none);
 
-// x, or gain · x, since the rest of a norm is one factor for the whole row.
+// x, or gain · x, since the rest of a norm is one factor for the whole row. An x that is not dense is taken as NaN
+// instead of refused by a return: `down` needs ids that are in range.
+const bool readable = x_strides[2] == 1;
+const float nothing = readable ? 0.0f : as_type<float>(0x7fc00000u);
 float square = 0.0f;
 UNROLL for (uint pass = 0u; pass < (UNITS + THREADS - 1u) / THREADS; ++pass) {
   const uint unit = pass * THREADS + index;
   float value[8];
-  UNROLL for (int i = 0; i < 8; ++i) value[i] = 0.0f;
-  if (unit * 8u < inputs) {
+  UNROLL for (int i = 0; i < 8; ++i) value[i] = nothing;
+  if (readable && unit * 8u < inputs) {
     load_eight(x + row * x_strides[1] + unit * 8u, value);
     if constexpr (NORM) {
       float factor[8];
