@@ -19,7 +19,8 @@ import mlx.core as mx
 from engine.cache import Cache, ExactView, Snapshot, TracedView, bucket_for, conv_rows
 from engine.config import EngineConfig, ModelConfig
 from engine.device import activation_dtype, device_kind
-from engine.model import Boundary, Model, no_wait
+from engine.folded import FoldedModel
+from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
 from engine.weights import Weights
 
@@ -100,7 +101,8 @@ class Engine:
         self.dtype = dtype or activation_dtype()
         self.device = device_kind()
         self.ops = bind(self.engine, self.device)
-        self.model = Model(config, weights, self.ops, vocabulary or config.vocab_size)
+        kind = FoldedModel if self.ops.fusion != "off" else Model
+        self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
         self.cache = Cache(config, self.dtype, self.engine.cache.step)
         self.trace = self._trace()
         self._steps: dict[tuple[int, bool], tuple[Callable[[], mx.array], dict]] = {}
@@ -281,17 +283,22 @@ class Engine:
 
     def _choose(self, h: mx.array, scores: bool) -> mx.array:
         """The step's end: logits, and unless they are the result, the next token (and the logarithms if asked)."""
-        state, logits = self.cache.state, self.model.head(h).squeeze(0)
-        token = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.uint32)
-        # One row gone bad makes every logit NaN, so the chosen one tells; read back when the tokens are.
-        state["finite"] = state["finite"] & mx.isfinite(mx.take_along_axis(logits, token, axis=-1)).squeeze(-1)
+        state = self.cache.state
+        logits = None
+        if scores or self.engine.decode.logprobs:
+            logits = self.model.head(h).squeeze(0)
+            token, finite = best_of(logits)
+        else:
+            token, finite = self.model.choose(h)
+        # Read back when the tokens are.
+        state["finite"] = state["finite"] & finite
         if scores:
+            assert logits is not None
             return logits
-        if self.engine.decode.logprobs:
-            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            state["logprobs"] = logits
-        state["token"] = token.squeeze(-1)
-        return state["token"]
+        if logits is not None:
+            state["logprobs"] = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        state["token"] = token
+        return token
 
     def _traced_step(self, scores: bool) -> mx.array:
         bucket = min(bucket_for(self.position + 1), self.cache.capacity)

@@ -20,6 +20,16 @@ Boundary = Callable[[mx.array], None]
 """Called with the hidden rows after each layer: where an engine may wait for the device."""
 
 
+def best_of(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Of logits ``[T, vocabulary]`` the best token of each row, uint32 ``[T]``, and whether its logit is finite.
+
+    One input gone bad makes every logit of its row NaN, so the chosen one tells.
+    """
+    token = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.uint32)
+    finite = mx.isfinite(mx.take_along_axis(logits, token, axis=-1))
+    return token.squeeze(-1), finite.squeeze(-1)
+
+
 def no_wait(_: mx.array) -> None:
     """The boundary of a pass that never waits."""
 
@@ -113,6 +123,10 @@ class Model:
         """Logits ``[1, T, vocabulary]`` of hidden rows ``[1, T, hidden]``."""
         w, eps = self.weights, self.config.rms_norm_eps
         return self.ops.head(h, w.norm, eps, w.lm_head, self.vocabulary, rows=h.shape[1])
+
+    def choose(self, h: mx.array) -> tuple[mx.array, mx.array]:
+        """The greedy token of each of ``[1, T, hidden]`` rows, uint32 ``[T]``, and whether its logit is finite."""
+        return best_of(self.head(h).squeeze(0))
 
     def _norm(self, x: mx.array, gain: mx.array) -> mx.array:
         return self.ops.norm(x, gain, self.config.rms_norm_eps, rows=x.shape[1])

@@ -47,6 +47,7 @@ class BoundOps:
     gated_delta: BoundOp
     head: BoundOp
     recorder: Recorder
+    fusion: str = "off"
 
     def all(self) -> tuple[BoundOp, ...]:
         """The bound ops in forward order."""
@@ -76,6 +77,7 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
         VariantUnsupported: a named variant, tile or attention setting that cannot run on `device`.
     """
     recorder = Recorder()
+    fusion = _fusion(config, device)
 
     def one(name: str, wanted: str, **settings: Any) -> BoundOp:
         op = OPS[name]
@@ -96,6 +98,7 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
         gated_delta=one("gated_delta", config.gated_delta),
         head=one("head", config.head),
         recorder=recorder,
+        fusion=fusion,
     )
     if attention.min_context != DecodeAttentionConfig.min_context:
         reason = "no variant of this build changes its split with the context; blocks apply at every length"
@@ -104,11 +107,41 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
         raise VariantUnsupported("cache", config.cache.layout, "no variant of this build reads a paged cache")
     if config.speculative.drafter != "off":
         raise VariantUnsupported("speculative", config.speculative.drafter, "this build has no drafter")
-    if config.decode.fusion not in ("best", "off"):
-        raise VariantUnsupported("decode.fusion", config.decode.fusion, "this build has no fused kernels to choose")
     if config.overlap:
         raise VariantUnsupported("overlap", "on", "this build runs the phases of a layer in order")
     return bound
+
+
+FOLDED = {
+    "partial": {"linear": ("best", "metal")},
+    "full": {
+        "linear": ("best", "metal"),
+        "route": ("best",),
+        "experts": ("best", "metal"),
+        "gated_delta": ("best", "registers"),
+        "head": ("best", "metal"),
+    },
+}
+"""What each degree of fusion takes over from an op's own variant, with the values of the config that allow it."""
+
+
+def _fusion(config: EngineConfig, device: str) -> str:
+    """The degree of fusion to run.
+
+    Raises:
+        VariantUnsupported: fusion was asked for where its kernels do not run, or beside an op's other variant.
+    """
+    wanted = config.decode.fusion
+    if wanted in ("best", "off"):
+        # No fused step has measured faster on any chip yet.
+        return "off"
+    if device == "cpu":
+        raise VariantUnsupported("decode.fusion", wanted, "the fused kernels run on Metal and CUDA, not on a CPU")
+    for op, allowed in FOLDED[wanted].items():
+        named = config.experts.variant if op == "experts" else getattr(config, op)
+        if named not in allowed:
+            raise VariantUnsupported("decode.fusion", wanted, f"it takes the place of {op}={named}; leave {op} at best")
+    return wanted
 
 
 def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""The forward pass of a few rows with norms, gates and residuals folded into the kernels beside them.
+
+The same mathematics as `engine.model`, in fewer launches. Per layer, for 1 to 8 new rows:
+
+    Gated DeltaNet    norm + four projections · convolution, gates and recurrence · gated norm + out_proj + residual
+    full attention    norm + three projections · q/k norm and rotary · attention · gate + o_proj + residual
+    experts           norm + router and shared expert · routing + gate/up + SwiGLU · down, weighted sum, residual
+
+Longer passes, and everything that is not listed, are `Model`'s. What is folded stays in float32 where a launch of its own
+would round to the activation type, so results differ by that rounding.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from engine.cache import ExactView
+from engine.kernels import experts, gated_delta, linear, rotary
+from engine.model import Model
+from engine.ops.registry import DECODE_ROWS
+from engine.weights import Attention, Experts, GatedDelta, Layer, Matrix
+
+
+class FoldedModel(Model):
+    """`Model` with our own kernels in the decode step; weights must be packed (`KernelError` names what is not).
+
+    With ``fusion="partial"`` only what stands beside a mixer's products is folded: norms, gates, residuals.
+    """
+
+    @property
+    def whole(self) -> bool:
+        """Whether routing, experts, recurrence and head are fused too."""
+        return self.ops.fusion == "full"
+
+    def decoder(self, layer: Layer, index: int, h: mx.array, view: ExactView) -> mx.array:
+        """A decoder layer; few rows take the folded form."""
+        if h.shape[1] > DECODE_ROWS:
+            return super().decoder(layer, index, h, view)
+        if layer.attention is not None:
+            h = self._attend(layer.attention, layer.input_norm, index, h, view)
+        else:
+            assert layer.gated_delta is not None
+            h = self._recur(layer.gated_delta, layer.input_norm, index, h, view)
+        return self._mix(layer.experts, layer.post_norm, h)
+
+    def _attend(self, w: Attention, gain: mx.array, index: int, h: mx.array, view: ExactView) -> mx.array:
+        c, rows = self.config, h.shape[1]
+        heads, kv, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        both, k, v = self._project(h, gain, w.q_proj, w.k_proj, w.v_proj)
+        at = mx.array([view.offset], dtype=mx.int32) if view.position is None else view.position
+        q, k = rotary.rotate_metal(both, k, w.q_norm, w.k_norm, at, eps=c.rms_norm_eps, base=c.rope_theta)
+        keys, values = view.append(index, k, v.reshape(1, rows, kv, dim).swapaxes(1, 2))
+        out = self.ops.decode_attention(q, keys, values, dim**-0.5, view.position, rows=rows)
+        gate = both.reshape(1, rows, heads, 2 * dim)[..., dim:]
+        return self._out(out.swapaxes(1, 2), w.o_proj, h, linear.Gate(gate))
+
+    def _recur(self, w: GatedDelta, gain: mx.array, index: int, h: mx.array, view: ExactView) -> mx.array:
+        c = self.config
+        sizes = (c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim)
+        qkv, z, b, a = self._project(h, gain, w.in_proj_qkv, w.in_proj_z, w.in_proj_b, w.in_proj_a)
+        conv, state = view.recurrent(index)
+        if not self.whole:
+            out, conv, state = self.ops.gated_delta(qkv, z, b, a, conv, state, w, sizes, rows=h.shape[1])
+            view.set_recurrent(index, conv, state)
+            return self._out(out, w.out_proj, h, None)
+        out, conv, state = gated_delta.gated_delta_metal(qkv, z, b, a, conv, state, w, sizes, normed=False)
+        self._ran("gated_delta", "registers")
+        view.set_recurrent(index, conv, state)
+        return self._out(out, w.out_proj, h, linear.GatedNorm(w.norm, z, c.rms_norm_eps))
+
+    def _mix(self, w: Experts, gain: mx.array, h: mx.array) -> mx.array:
+        c = self.config
+        if not self.whole:
+            return h + self.experts(w, self._norm(h, gain))
+        logits, gate, up, shared = self._project(h, gain, w.gate, w.shared_gate_proj, w.shared_up_proj, w.shared_gate)
+        self._ran("route", "metal")
+        self._ran("experts", "metal")
+        return experts.experts_metal(
+            h,
+            logits.squeeze(0),
+            w,
+            c.num_experts_per_tok,
+            c.norm_topk_prob,
+            shared=(gate, up, shared),
+            gain=gain,
+            eps=c.rms_norm_eps,
+            residual=h,
+        )
+
+    def choose(self, h: mx.array) -> tuple[mx.array, mx.array]:
+        """The greedy token of one row, without logits."""
+        if h.shape[1] > DECODE_ROWS or not self.whole:
+            return super().choose(h)
+        w = self.weights
+        self._ran("head", "metal")
+        tokens, best = linear.head_metal(h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary)[:2]
+        return tokens.squeeze(0), mx.isfinite(best).squeeze(0)
+
+    def _project(self, h: mx.array, gain: mx.array, *matrices: Matrix) -> tuple[mx.array, ...]:
+        """Products of the normed rows with several matrices."""
+        self._ran("norm", "folded")
+        self._ran("linear", "metal")
+        return linear.products_metal(h, matrices, prologue=linear.Norm(gain, self.config.rms_norm_eps))
+
+    def _out(self, x: mx.array, w: Matrix, residual: mx.array, prologue: linear.Prologue | None) -> mx.array:
+        """The product that ends a mixer, added to the stream."""
+        self._ran("linear", "metal")
+        return linear.products_metal(x, (w,), prologue=prologue, residual=residual)[0]
+
+    def _ran(self, op: str, variant: str) -> None:
+        self.ops.recorder.record(op, variant, "folded")
