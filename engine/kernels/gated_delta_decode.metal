@@ -93,8 +93,10 @@ for (uint first = 0u; first < rows; first += uint(ROWS)) {
       }
       UNROLL for (int tap = 0; tap < 4; ++tap) {
         const uint from = first + t + uint(tap);
-        const device T* row = qkv + (from - 3u) * qkv_strides[1];
-        if (from < 3u) row = from == 0u ? kept0 : from == 1u ? kept1 : kept2;
+        const device T* row = from == 0u   ? kept0
+                              : from == 1u ? kept1
+                              : from == 2u ? kept2
+                                           : qkv + (from - 3u) * qkv_strides[1];
         float word[PER_WORD];
         load_word(row + channel, word);
         UNROLL for (int i = 0; i < PER_WORD; ++i) mixed[i] = multiply_add(word[i], taps[i * 4 + tap], mixed[i]);

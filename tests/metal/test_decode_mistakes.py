@@ -60,7 +60,7 @@ RUN = {
         "divergence",
     ),
     "values past the last": ("2u * width + head", "3u * width + head", "bounds"),
-    "kept row by the wrong width": ("if (from < 3u) row =", "if (from < 2u) row =", "bounds"),
+    "kept row by the wrong width": ("from == 2u ? kept2", "from == 9u ? kept2", "bounds"),
     "gate of a row that nothing made": ("if (from_end < count) {", "if (from_end + 1u < count) {", "uninitialised"),
     "state column stored by two": ("own = simdgroup * uint(COLUMNS) + lane / 8u", "own = lane / 8u", "race"),
     "read-out of one column only": ("if (part < uint(HELD)) {", "if (part == 0u) {", "uninitialised"),
