@@ -19,7 +19,7 @@ STATE = 128 * 128 * 4
 """Bytes of a head's state."""
 
 
-def launches(tile: Tile, rows: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(tile: Tile, size: tuple, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """What the variant would launch for a tile."""
     seen: list[Launch] = []
 
@@ -29,7 +29,7 @@ def launches(tile: Tile, rows: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(loader, "launch", note)
-        gated_delta.gated_delta_metal(*arguments((rows, 1, 2, 4), dtype), **settings(tile))
+        gated_delta.gated_delta_metal(*arguments(size, dtype), **settings(tile))
     return seen
 
 
@@ -43,9 +43,10 @@ def run(simulated: Simulator, given: tuple, monkeypatch: pytest.MonkeyPatch, **c
 def test_every_instance_compiles_under_metals_rules(dtype, monkeypatch):
     texts = []
     for tile in TILES:
-        for rows in (1, 2):
-            texts += [simulator.source(call) for call in launches(tile, rows, TYPES[dtype], monkeypatch)]
-    assert len(set(texts)) == len(texts) == 2 * len(TILES)
+        # Of few heads the gates are `constant`, of many `device`.
+        for size in ((1, 1, 2, 4), (2, 1, 2, 4), (1, 1, 8, 4), (2, 1, 8, 4)):
+            texts += [simulator.source(call) for call in launches(tile, size, TYPES[dtype], monkeypatch)]
+    assert len(set(texts)) == len(texts) == 4 * len(TILES)
     simulator.check(texts)
     simulator.check_pointers(texts[:2])
     simulator.check_calls(texts[:2])
@@ -77,6 +78,22 @@ def test_tile_agrees_with_the_reference_and_is_clean_on_every_size(tile, dtype, 
 def test_float16_agrees_with_the_reference(monkeypatch):
     given = arguments(SIZES[1], mx.float16)
     assert error(given, run(Simulator(), given, monkeypatch)) <= OP.tolerance["float16"]
+
+
+def test_the_full_geometry_agrees_with_the_reference(monkeypatch):
+    """16 key heads and 32 value heads, in 128 threadgroups: enough for a large GPU."""
+    given, seen = arguments((1, 16, 32, 4), mx.bfloat16), []
+    simulated = Simulator()
+
+    def launch(call: Launch) -> list[mx.array]:
+        seen.append(call)
+        return simulated.launch(call)
+
+    monkeypatch.setattr(loader, "launch", launch)
+    result = gated_delta.gated_delta_metal(*given, normed=False, dtype=mx.float32)
+    assert error(given, result, normed=False) <= OP.tolerance["bfloat16"]
+    threads, heads, _ = seen[0].grid
+    assert threads // seen[0].threadgroup[0] * heads == 128
 
 
 def test_faint_rows_agree_with_the_reference(monkeypatch):
