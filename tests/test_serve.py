@@ -310,6 +310,8 @@ def test_the_prompt_must_leave_room_for_an_answer(api, name, server, length, fit
 
 def test_a_full_queue_answers_429_and_cancelling_makes_room(model):
     with serving(model, queue=1) as small:
+        # The random model must not end by itself.
+        small.worker.tokenizer.stop_ids = frozenset()
         open_calls = []
         for _ in range(2):  # one runs, one waits
             s = socket.create_connection(("127.0.0.1", small.port))
@@ -329,7 +331,8 @@ def test_a_full_queue_answers_429_and_cancelling_makes_room(model):
         assert chat(client(small.port), small.source.name, max_tokens=2).usage.completion_tokens == 2
 
 
-def test_a_client_that_leaves_a_stream_stops_it(api, name, server):
+def test_a_client_that_leaves_a_stream_stops_it(api, name, server, monkeypatch):
+    monkeypatch.setattr(server.worker.tokenizer, "stop_ids", frozenset())
     stream = chat(api, name, stream=True, max_tokens=900, temperature=1)
     for _, _ in zip(range(3), stream):
         pass

@@ -19,10 +19,14 @@ from starlette.routing import Route
 
 from engine.serve.generation import Ask, Scored
 from engine.serve.guard import too_large
-from engine.serve.requests import ChatRequest, Common, Refused, TextRequest, error_body, parse
+from engine.serve.requests import ChatRequest, Common, Refused, TextRequest, decoded, error_body, parse, several
 from engine.serve.text import CLOSE, OPEN, Answer, TokenBytes
 from engine.serve.worker import Done, Failed, Job, Piece, QueueFull, Worker
 from engine.tokenizer import TokenizerError
+
+LARGE_BODY = 64 << 10
+LARGE_SCORES = 512
+"""Bytes of a body and scores of an answer from which work on them leaves the event loop."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Limits:
     """What one request may cost: bytes of body, messages, seconds for the body to arrive, seconds of
     silence after which a stream gets a comment line, seconds without progress after which an answer is given up."""
 
-    body: int = 8 << 20
+    body: int = 4 << 20
     messages: int = 2048
     upload_s: float = 30.0
     comment_s: float = 10.0
@@ -188,20 +192,19 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """/v1/chat/completions."""
-        asked: ChatRequest = parse(ChatRequest, await self._body(request))
+        asked: ChatRequest = await self._asked(ChatRequest, request)
         self._named(asked.model)
-        if len(asked.messages) > self.limits.messages:
-            raise Refused(f"{len(asked.messages)} messages; the limit is {self.limits.messages}", param="messages")
         prompt, thinking = await asyncio.to_thread(self._render, asked)
         answer = Answer(self.tokenizer, asked.stops, split=True, thinking=thinking)
         return await self._answer(request, asked, self._ask(asked, prompt, "messages"), answer)
 
     async def text(self, request: Request) -> Response:
         """/v1/completions."""
-        asked: TextRequest = parse(TextRequest, await self._body(request))
+        asked: TextRequest = await self._asked(TextRequest, request)
         self._named(asked.model)
         given = asked.one
         prompt = await asyncio.to_thread(self._encode, given, "prompt") if isinstance(given, str) else given
+        self._room(len(prompt), "prompt")
         bad = next((i for i in prompt if not 0 <= i < self.worker.vocabulary), None)
         if bad is not None:
             raise Refused(f"prompt: token id {bad} is not in 0…{self.worker.vocabulary - 1}", param="prompt")
@@ -224,7 +227,24 @@ class Service:
                 code="model_not_found",
             )
 
-    async def _body(self, request: Request) -> Any:
+    async def _asked(self, kind: type[Common], request: Request) -> Any:
+        data = await self._body(request)
+        return self._read(kind, data) if len(data) < LARGE_BODY else await asyncio.to_thread(self._read, kind, data)
+
+    def _read(self, kind: type[Common], data: bytes) -> Any:
+        body = decoded(data)
+        if isinstance(body, dict):
+            self._count(body.get("messages"), body.get("prompt"))
+        return parse(kind, body)
+
+    def _count(self, messages: Any, prompt: Any) -> None:
+        """Refuse lists that are too long, before each entry is looked at."""
+        if isinstance(messages, list) and len(messages) > self.limits.messages:
+            raise Refused(f"{len(messages)} messages; the limit is {self.limits.messages}", param="messages")
+        if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+            raise several(len(prompt))
+
+    async def _body(self, request: Request) -> bytes:
         data = bytearray()
         try:
             async with asyncio.timeout(self.limits.upload_s):
@@ -234,21 +254,29 @@ class Service:
                         raise too_large(self.limits.body)
         except TimeoutError:
             raise Refused(f"the body did not arrive within {self.limits.upload_s:g} s", 408) from None
-        try:
-            return json.loads(bytes(data).decode("utf-8"), parse_constant=_no_constant)
-        except UnicodeDecodeError as error:
-            raise Refused(f"the body is no UTF-8 (byte {error.start})") from None
-        except RecursionError:
-            raise Refused("the body is nested too deeply") from None
-        except ValueError as error:
-            raise Refused(f"the body is no JSON: {error}") from None
+        return bytes(data)
 
     def _encode(self, text: str, param: str) -> list[int]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise Refused(f"{param}: holds half of a surrogate pair, which is no text", param=param) from None
-        return self.tokenizer.encode(text)
+        # As a batch of one: only batches leave the interpreter to other threads, and a long text takes seconds.
+        encoded = self.tokenizer.core.encode_batch_fast([text], add_special_tokens=False)[0]
+        self._room(len(encoded), param)
+        return encoded.ids
+
+    def _room(self, count: int, param: str) -> int:
+        """Tokens that fit behind a prompt of `count`."""
+        room = self.worker.context - count
+        if room < 1:
+            raise Refused(
+                f"the prompt has {count} tokens; the context of {self.worker.context} tokens has room for "
+                f"{self.worker.context - 1} and an answer",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return room
 
     def _render(self, asked: ChatRequest) -> tuple[list[int], bool]:
         """Ids of a conversation, and whether they end inside a reasoning part."""
@@ -265,14 +293,7 @@ class Service:
     def _ask(self, asked: ChatRequest | TextRequest, prompt: list[int], param: str) -> Ask:
         if not prompt:
             raise Refused(f"{param}: is empty; there is nothing to go on from", param=param)
-        room = self.worker.context - len(prompt)
-        if room < 1:
-            raise Refused(
-                f"the prompt has {len(prompt)} tokens; the context of {self.worker.context} tokens has room for "
-                f"{self.worker.context - 1} and an answer",
-                param=param,
-                code="context_length_exceeded",
-            )
+        room = self._room(len(prompt), param)
         limit = min(asked.limit or room, room)
         sampling = asked.sampling(self.worker.defaults)
         return Ask(prompt, limit, sampling, asked.draw_seed(), asked.top, asked.prompt_cache_key)
@@ -343,16 +364,21 @@ class Service:
             elif isinstance(news, Done):
                 if news.finish == "cancelled":
                     raise Refused("the server is shutting down", 503)
-                reasoning, content = ("".join(texts[part]) for part in ("reasoning", "content"))
-                choice: dict[str, Any] = {"index": 0, "logprobs": call.logprobs(tokens), "finish_reason": news.finish}
-                if call.chat:
-                    choice["message"] = {"role": "assistant", "content": content, "refusal": None}
-                    if reasoning:
-                        choice["message"]["reasoning_content"] = reasoning
-                else:
-                    choice["text"] = content
-                return JSONResponse(call.head(False) | {"choices": [choice], "usage": usage(news)})
+                if call.job.ask.top is not None and len(tokens) >= LARGE_SCORES:
+                    return await asyncio.to_thread(self._written, call, texts, tokens, news)
+                return self._written(call, texts, tokens, news)
         raise AssertionError("news ended without an end")
+
+    def _written(self, call: Call, texts: dict[str, list[str]], tokens: list[Scored], done: Done) -> Response:
+        reasoning, content = ("".join(texts[part]) for part in ("reasoning", "content"))
+        choice: dict[str, Any] = {"index": 0, "logprobs": call.logprobs(tokens), "finish_reason": done.finish}
+        if call.chat:
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            if reasoning:
+                choice["message"]["reasoning_content"] = reasoning
+        else:
+            choice["text"] = content
+        return JSONResponse(call.head(False) | {"choices": [choice], "usage": usage(done)})
 
     async def _events(self, call: Call) -> AsyncIterator[bytes]:
         """Server-sent events of an answer; `data: [DONE]` ends every one that did not fail."""
@@ -401,10 +427,6 @@ def _delta(chat: bool, part: str, text: str) -> dict[str, Any]:
 
 def _data(event: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
 
 
 async def _gone(request: Request) -> None:

@@ -5,6 +5,7 @@ Fields that would change the answer and are not supported are refused; fields th
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +17,8 @@ MOST_STOPS = 4
 Unit = Annotated[float, Field(gt=0, le=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=1)]
+First = Field(fail_fast=True)
+"""Of a list, the first complaint is enough: a million would take seconds to gather."""
 
 
 class Refused(ValueError):
@@ -51,7 +54,7 @@ class Message(_Model):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], First] | None = None
     reasoning_content: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -89,14 +92,14 @@ class Common(_Model):
     top_p: Unit | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], First] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     n: Literal[1] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict | None = None
     default_limit: ClassVar[int | None] = None
     """Most tokens where the request says nothing; None for the rest of the context."""
 
@@ -149,7 +152,7 @@ class Common(_Model):
 class ChatRequest(Common):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), First]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -186,7 +189,12 @@ class ChatRequest(Common):
 class TextRequest(Common):
     """Body of /v1/completions: one prompt, as text or as ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[int], First]
+        | Annotated[list[str], First]
+        | Annotated[list[Annotated[list[int], First]], First]
+    )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -209,7 +217,7 @@ class TextRequest(Common):
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return given  # type: ignore[return-value]
         if len(given) != 1:
-            raise Refused(f"prompt holds {len(given)} prompts; send one a request", param="prompt")
+            raise several(len(given))
         return given[0]  # type: ignore[return-value]
 
     def check(self) -> None:
@@ -217,6 +225,31 @@ class TextRequest(Common):
         for name in ("echo", "suffix"):
             if getattr(self, name):
                 raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+
+
+def several(count: int) -> Refused:
+    """The refusal of `count` prompts in one request."""
+    return Refused(f"prompt holds {count} prompts; send one a request", param="prompt")
+
+
+def decoded(data: bytes) -> Any:
+    """The JSON value in a body.
+
+    Raises:
+        Refused: it is no UTF-8, no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise Refused(f"the body is no UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise Refused("the body is nested too deeply") from None
+    except ValueError as error:
+        raise Refused(f"the body is no JSON: {error}") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def parse(kind: type[Common], body: Any) -> Any:
@@ -237,7 +270,9 @@ def parse(kind: type[Common], body: Any) -> Any:
 
 def _refusal(error: ValidationError, body: dict[str, Any]) -> Refused:
     """One line for the deepest complaint: of the branches of a union, the one that got furthest fits best."""
-    first = max(error.errors(include_url=False, include_context=False), key=lambda e: len(e["loc"]))
+    first = max(
+        error.errors(include_url=False, include_context=False, include_input=False), key=lambda e: len(e["loc"])
+    )
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in _path(first["loc"], body)).lstrip(".")
     code = "missing_required_parameter" if first["type"] == "missing" else None
     return Refused(f"{param or 'body'}: {first['msg']}", param=param or None, code=code)

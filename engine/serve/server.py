@@ -20,8 +20,15 @@ from engine.serve.requests import error_body
 from engine.serve.source import DEFAULT, NOISE, REAL, find
 from engine.serve.worker import Worker
 
-HEAD_S = 30.0
-"""Seconds a connection may take to send the head of its first request."""
+OWED_S = 30.0
+"""Seconds a connection may take to send the head of a request, or the rest of a body that was refused already."""
+
+UNREAD_S = 60.0
+"""Seconds a client may leave an answer unread once no more of it fits on the way."""
+
+SWITCH_S = 0.001
+"""Seconds after which the thread that runs MLX hands the interpreter to the event loop that waits for it; Python's
+default is five times as long, and a request takes several turns."""
 
 GIB = 1 << 30
 
@@ -46,21 +53,55 @@ class Options:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's HTTP/1.1, but what is no HTTP is answered with this API's error, and a head must come in time."""
+    """uvicorn's HTTP/1.1, but what is no HTTP is answered with this API's error, and nobody may keep it waiting.
+
+    A client that owes bytes (a head begun, a body that nobody wants any more) or does not read is cut off in the end.
+    """
+
+    _owed: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock for the first head."""
         super().connection_made(transport)
-        self._late = self.loop.call_later(HEAD_S, self._too_late)
+        self._owed = self.loop.call_later(OWED_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        self._late.cancel()
+        """Stop the clocks."""
+        for clock in (self._owed, self._unread):
+            if clock is not None:
+                clock.cancel()
         super().connection_lost(exc)
 
-    def _too_late(self) -> None:
-        if self.cycle is None:
-            self.transport.abort()
+    def data_received(self, data: bytes) -> None:
+        """Take bytes, and see what is still owed."""
+        super().data_received(data)
+        self._mind()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request, and see what is still owed."""
+        super().on_response_complete()
+        self._mind()
+
+    def pause_writing(self) -> None:
+        """The client has not read what was sent."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _mind(self) -> None:
+        state, answered = self.conn.their_state, self.cycle is None or self.cycle.response_complete
+        owes = answered and (state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0])))
+        if not owes and self._owed is not None:
+            self._owed.cancel()
+            self._owed = None
+        elif owes and self._owed is None:
+            self._owed = self.loop.call_later(OWED_S, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP; called while the parser's error is being handled."""
@@ -115,9 +156,12 @@ class Server:
 
     def run(self) -> None:
         """Serve until told to stop, then end the worker."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         try:
             self.uvicorn.run(sockets=[self.socket])
         finally:
+            sys.setswitchinterval(before)
             self.worker.close()
             self.socket.close()
 
@@ -180,7 +224,7 @@ def parse(argv: list[str]) -> Options:
     p.add_argument("--queue", type=int, default=128, help="requests that may wait; more are refused (429)")
     p.add_argument("--block", type=int, default=512, help="prompt tokens a pass, and between points of reuse")
     p.add_argument("--reuse-gib", type=float, default=2.0, help="memory for prompts to be reused; 0 switches it off")
-    p.add_argument("--max-body-mib", type=float, default=8.0)
+    p.add_argument("--max-body-mib", type=float, default=Limits.body / (1 << 20))
     p.add_argument("--max-messages", type=int, default=Limits.messages)
     given = p.parse_args(argv)
     for name, least in (("queue", 1), ("block", 1), ("max_messages", 1), ("port", 0)):
