@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
 import socket
+import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
 from serving import get, health, post, raw, serving, small_model
 
 from engine.serve.app import Limits
-from engine.serve.server import Server
+from engine.serve.server import Protocol, Server
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LIMIT = 4096
@@ -63,6 +67,11 @@ def head(*lines: str, path: str = TEXT) -> bytes:
         b"true",
         b"{}",
         b'{"prompt": NaN, "messages": Infinity}',
+        b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "temperature": 1e400}',
+        b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]} x',
+        b'\xef\xbb\xbf{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}',
+        b'{"prompt": "a\x01", "messages": [{"role": "user", "content": "a\x01"}]}',
+        b'{"prompt": ' + b"[],".join([b"["] + [b""] * 1000) + b"[]]}",
         b"\xff\xfe{}",
         '{"prompt": "日"}'.encode()[:-4] + b'"}',
         b'{"prompt": "a", "messages": [], "x": ' + b"[" * 2000 + b"]" * 2000 + b"}",
@@ -159,6 +168,58 @@ def test_paths_and_methods_that_are_not_there(server):
     refused(post(server.port, "/v1/embeddings", {}), 404)
     refused(post(server.port, "/health", {}), 405)
     refused(raw(server.port, b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n"), 405)
+
+
+def test_the_last_of_two_equal_keys_counts_and_the_type_of_the_content_does_not(server):
+    for kind in ("text/plain", "application/json; charset=latin-1"):
+        body = b'{"prompt": 5, "max_tokens": 9, "prompt": "a", "max_tokens": 1}'
+        status, answer = post(server.port, TEXT, body, Content_Type=kind)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+
+
+def test_bytes_that_are_owed_must_come(server, monkeypatch):
+    """Half a first head, half a second one, and the rest of a body that was refused, byte by byte."""
+    monkeypatch.setattr("engine.serve.server.OWED_S", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    refused_body = head("Content-Length: 1000000000000")
+    for sent, answers in ((b"GET /hea", 0), (whole + b"GET /hea", 1), (refused_body, 1)):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as s:
+            s.sendall(sent)
+            got = b""
+            with contextlib.suppress(ConnectionError):
+                for _ in range(100):
+                    part = s.recv(65536)
+                    if not part:
+                        break
+                    got += part
+                    s.sendall(b"x")
+            assert got.count(b"HTTP/1.1 ") == answers
+            with pytest.raises(ConnectionError):
+                for _ in range(50):
+                    time.sleep(0.02)
+                    s.sendall(b"x")
+
+
+def test_an_answer_that_nobody_reads_is_given_up(monkeypatch):
+    monkeypatch.setattr("engine.serve.server.UNREAD_S", 0.05)
+
+    async def left(seconds: float, reads: bool) -> bool:
+        gone = asyncio.Event()
+        config = uvicorn.Config(lambda: None, http=Protocol, ws="none", lifespan="off")
+        config.load()
+        protocol = Protocol(config, uvicorn.server.ServerState(), {})
+        transport = Mock(spec=asyncio.Transport)
+        transport.abort.side_effect = gone.set
+        transport.get_extra_info.return_value = None
+        protocol.connection_made(transport)
+        protocol.pause_writing()
+        if reads:
+            protocol.resume_writing()
+        await asyncio.sleep(seconds)
+        protocol.connection_lost(None)
+        return gone.is_set()
+
+    assert asyncio.run(left(0.15, reads=False)) and not asyncio.run(left(0.15, reads=True))
 
 
 def test_odd_text_is_text(server):

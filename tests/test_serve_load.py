@@ -10,12 +10,13 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
-from serving import Own, client, command, health, small_model, until
+from serving import Own, client, command, health, post, small_model, until
 
 from engine.serve.source import find
 from engine.serve.worker import open_engine
@@ -120,6 +121,24 @@ def test_sixty_four_clients_for_two_minutes_on_the_embedded_model(capsys):
     with capsys.disabled():
         print("\n64 clients, 120 s:", {k: round(v, 1) for k, v in got.items()})
     assert got["least_a_client"] >= 2 and got["growth_mib"] < 64 and got["health_p99_ms"] < 100, got
+
+
+def test_large_bodies_hold_nobody_up(model):
+    """A long text is counted, and a long list looked at, while others are served."""
+    words = json.dumps({"prompt": "all the long words " * 60_000}).encode()
+    parts = [{"type": "image_url", "image_url": "x"}] * 60_000
+    lists = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    with command("--model", str(model)) as (port, _, _), ThreadPoolExecutor() as pool:
+        took = []
+        asked = [
+            pool.submit(post, port, "/v1/completions", words),
+            pool.submit(post, port, "/v1/chat/completions", lists),
+        ]
+        while not all(a.done() for a in asked) or len(took) < 20:
+            took.append(until(lambda: health(port)["status"] == "ok"))
+        codes = [(a.result()[0], a.result()[1]["error"]["param"]) for a in asked]
+    assert codes == [(400, "prompt"), (400, "messages[0].content[0].type")]
+    assert max(took) < 1.0, max(took)
 
 
 def leave(port: int, model: str, count: int, wait_s: float) -> None:

@@ -33,6 +33,11 @@ class Refused(ValueError):
         return error_body(str(self), self.status, self.param, self.code)
 
 
+def unsupported(name: str) -> Refused:
+    """The refusal of a field that would change the answer."""
+    return Refused(f"{name}: not supported; leave it out", param=name, code="unsupported_parameter")
+
+
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """``{"error": {message, type, param, code}}``, the type chosen by status."""
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
@@ -100,6 +105,8 @@ class Common(_Model):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     default_limit: ClassVar[int | None] = None
     """Most tokens where the request says nothing; None for the rest of the context."""
 
@@ -128,9 +135,11 @@ class Common(_Model):
             raise Refused(f"stop has {len(self.stops)} strings; at most {MOST_STOPS} are allowed", param="stop")
         if not all(self.stops):
             raise Refused("stop holds an empty string, which every text contains; leave it out", param="stop")
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "min_p"):
             if getattr(self, name):
-                raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+                raise unsupported(name)
+        if self.repetition_penalty not in (None, 1):
+            raise unsupported("repetition_penalty")
         if self.stream_options is not None and not self.stream:
             raise Refused("stream_options is allowed only with stream=true", param="stream_options")
 
@@ -160,6 +169,8 @@ class ChatRequest(Common):
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
+    tool_choice: Any = None
+    modalities: Any = None
 
     @property
     def thinking(self) -> bool | None:
@@ -181,7 +192,12 @@ class ChatRequest(Common):
                 raise Refused(f"{where} is null; a {message.role} message needs text", param=where)
         for name in ("tools", "functions"):
             if getattr(self, name):
-                raise Refused(f"{name} are not supported; leave them out", param=name, code="unsupported_parameter")
+                raise unsupported(name)
+        # An answer without tools is what "auto" allows; to be made to call one is another matter.
+        if self.tool_choice not in (None, "none", "auto"):
+            raise unsupported("tool_choice")
+        if self.modalities not in (None, ["text"]):
+            raise unsupported("modalities")
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused("top_logprobs needs logprobs=true", param="top_logprobs")
 
@@ -224,7 +240,7 @@ class TextRequest(Common):
         super().check()
         for name in ("echo", "suffix"):
             if getattr(self, name):
-                raise Refused(f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
+                raise unsupported(name)
 
 
 def several(count: int) -> Refused:
