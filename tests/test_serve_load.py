@@ -154,10 +154,11 @@ def leave(port: int, model: str, count: int, wait_s: float) -> None:
 def after_leaving(model: Path, count: int, wait_s: float) -> tuple[float, float]:
     """Seconds until the queue was empty, and until the next request was answered."""
     with command("--model", str(model), "--block", "32", "--queue", "32") as (port, _, said):
+        api = client(port)
+        assert api.models.list().data  # what the client itself loads at its first call is not the server's
         leave(port, model.name, count, wait_s)
         empty = until(lambda: health(port)["waiting"] == 0 and not health(port)["running"])
         started = time.monotonic()
-        api = client(port)
         made = api.completions.create(model=model.name, prompt=PROMPTS[0], max_tokens=TOKENS, temperature=0)
         served = time.monotonic() - started
         assert made.usage and made.usage.completion_tokens == TOKENS
@@ -180,8 +181,12 @@ def test_a_thousand_clients_that_leave(model, capsys):
 
 @pytest.mark.full
 def test_what_serving_costs_over_the_engines_own_decode(capsys):
-    """Single stream on the embedded model: from the question to the last token, in alternating runs without reuse."""
-    source, count = find(), 80
+    """Single stream on the embedded model: from the question to the last token, in alternating runs without reuse.
+
+    Other work on a machine only ever adds time, in stretches longer than a run. So the cost is read off the fastest
+    quarters of both sides, which such stretches have left alone; medians and all runs are shown beside it.
+    """
+    source, count, pairs = find(), 40, 40
     engine, tokenizer, _ = open_engine(source, 512)
 
     def decode(prompt: list[int]) -> int:
@@ -196,7 +201,7 @@ def test_what_serving_costs_over_the_engines_own_decode(capsys):
     def own() -> float:
         started = time.perf_counter()
         assert decode(prompt) == count
-        return (time.perf_counter() - started) / count
+        return 1e3 * (time.perf_counter() - started) / count
 
     def served(port: int) -> float:
         with socket.create_connection(("127.0.0.1", port), timeout=120) as s:
@@ -206,15 +211,19 @@ def test_what_serving_costs_over_the_engines_own_decode(capsys):
                 got += s.recv(65536)
             took = time.perf_counter() - started
         assert b'"finish_reason":"length"' in got
-        return took / count
+        return 1e3 * took / count
 
-    ratios = []
     with command("--reuse-gib", "0") as (port, _, _):
         own(), served(port)
-        for _ in range(9):
-            ratios.append((served(port), own()))
-    cost = statistics.median(a / b for a, b in ratios) - 1
+        both = [(served(port), own()) if n % 2 else (own(), served(port))[::-1] for n in range(pairs)]
+    ours, theirs = (sorted(side) for side in zip(*both))
+    quarters = [statistics.quantiles(side, n=4) for side in (ours, theirs)]
+    cost = quarters[0][0] / quarters[1][0] - 1
     with capsys.disabled():
-        shown = " ".join(f"{1e3 * a:.2f}/{1e3 * b:.2f}" for a, b in ratios)
-        print(f"\nserver over engine, ms a token: {shown}; median {100 * cost:+.1f} %")
-    assert cost < 0.05, ratios
+        for name, (low, middle, high), side in zip(("server", "engine"), quarters, (ours, theirs)):
+            spread = f"quartiles {low:.2f} {middle:.2f} {high:.2f}, all {side[0]:.2f} to {side[-1]:.2f}"
+            print(f"\n{name}: ms a token, {spread}")
+        paired = statistics.median(a / b for a, b in both) - 1
+        shown = f"{100 * cost:+.1f} % at the lower quartile, {100 * paired:+.1f} % median of {pairs} pairs"
+        print(f"server over engine: {shown}")
+    assert cost < 0.05, both
