@@ -245,7 +245,7 @@ for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < 
           UNROLL for (int r = 0; r < OUTPUTS; ++r) {
             const uint both = word[a][r][half_word / 2];
             const uint bits = half_word % 2 == 0 ? both : both >> 16;
-            UNROLL for (int i = 0; i < 4; ++i) code[r][i] = small_number(bits & (0xfu << (4 * i)));
+            UNROLL for (int i = 0; i < 4; ++i) code[r][i] = masked_number(bits, 0xfu << (4 * i));
           }
           UNROLL for (int t = 0; t < ROWS; ++t) {
             const uint place = uint(t * STEPS) + step + uint(a);
