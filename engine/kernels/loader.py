@@ -29,6 +29,7 @@ output or a weight.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -196,14 +197,48 @@ def function(kernel: Kernel, device: str) -> Any:
         device: ``"metal"`` or ``"cuda"``.
     """
     make = mx.fast.cuda_kernel if device == "cuda" else mx.fast.metal_kernel
+    header, body = by_reference(kernel, cache_folder()) if device == "cuda" else (kernel.header, kernel.body)
     return make(
         name=kernel.launch_name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        source=kernel.body,
-        header=kernel.header,
+        source=body,
+        header=header,
         ensure_row_contiguous=False,
     )
+
+
+def cache_folder() -> Path:
+    """Where kernel texts lie for compilers that read files: under ``XDG_CACHE_HOME``, else ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lilybench" / "kernels"
+
+
+def by_reference(kernel: Kernel, folder: Path) -> tuple[str, str]:
+    """Header and body of a kernel as lines that include files of `folder`, which are written if need be.
+
+    MLX's CUDA backend hashes the whole source at every launch: tens of kilobytes cost the host more than the launch
+    itself. Where `folder` cannot be written the texts themselves come back.
+    """
+    try:
+        header, body = (_kept(folder, text) for text in (kernel.header, kernel.body))
+    except OSError:
+        return kernel.header, kernel.body
+    # MLX looks for these words to see which shapes and strides a kernel wants.
+    words = [f"{name}_{what}" for name in kernel.inputs for what in ("shape", "strides", "ndim")]
+    used = " ".join(word for word in words if word in kernel.body)
+    return f'#include "{header}"\n', f'// {used}\n#include "{body}"\n'
+
+
+def _kept(folder: Path, text: str) -> Path:
+    """A file of `folder` that holds `text`, named by it, written whole or not at all."""
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.h"
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    return path
 
 
 def launch(call: Launch) -> list[mx.array]:

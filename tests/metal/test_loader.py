@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -100,6 +101,33 @@ def test_a_launch_that_does_not_fit_is_refused(changed, message):
     good = Launch(kernel, (mx.zeros((1,)), mx.zeros((1,))), [], (64, 1, 1), (32, 1, 1), [(1,)], [mx.float32])
     with pytest.raises(KernelError, match=message):
         replace(good, **changed)
+
+
+def test_on_cuda_a_kernel_is_given_by_reference(tmp_path):
+    for topic in loader.topics():
+        for kernel in loader.load(topic).values():
+            header, body = loader.by_reference(kernel, tmp_path / "kernels")
+            files = [Path(text.split('"')[1]) for text in (header, body)]
+            assert [file.read_text(encoding="utf-8") for file in files] == [kernel.header, kernel.body]
+            assert len(header + body) < 1200
+            for name in kernel.inputs:
+                for what in ("shape", "strides", "ndim"):
+                    assert (f"{name}_{what}" in body) == (f"{name}_{what}" in kernel.body)
+
+
+def test_a_text_that_was_damaged_in_the_cache_is_written_again(tmp_path):
+    kernel = loader.load(attention.TOPIC)["merge"]
+    body = Path(loader.by_reference(kernel, tmp_path)[1].split('"')[1])
+    body.write_text("half of", encoding="utf-8")
+    loader.by_reference(kernel, tmp_path)
+    assert body.read_text(encoding="utf-8") == kernel.body
+    assert not list(tmp_path.glob("*.[0-9]*")), "no half-written file stays behind"
+
+
+def test_without_a_cache_folder_a_kernel_is_given_whole(tmp_path):
+    kernel = loader.load(attention.TOPIC)["merge"]
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert loader.by_reference(kernel, tmp_path / "file" / "kernels") == (kernel.header, kernel.body)
 
 
 def test_a_topic_without_a_text_is_named_with_those_there_are():
