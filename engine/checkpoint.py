@@ -600,7 +600,6 @@ def _evaluate(weights: Weights) -> None:
     """Read the data now, a few tensors at a time: a lazy read would land inside somebody's timing."""
     for group in _groups(weights.tensors.values(), 64):
         mx.eval(group)
-    mx.eval([layer.gated_delta.a_log for layer in weights.layers if layer.gated_delta is not None])
 
 
 def _groups(values: Iterable[mx.array], size: int) -> Iterable[list[mx.array]]:

@@ -179,6 +179,14 @@ class _Binder:
         self.used[name] = value
         return value
 
+    def decay(self, name: str, shape: tuple[int, ...]) -> mx.array:
+        """A tensor in float32, cast here and now: a cast left for later is a launch in every step."""
+        value = self.tensor(name, shape, keep=True)
+        if value.dtype != mx.float32:
+            value = value.astype(mx.float32)
+            mx.eval(value)
+        return value
+
     def matrix(self, name: str, shape: tuple[int, ...]) -> Matrix:
         *lead, out, width = shape
         scales = self.source.get(f"{name}.scales")
@@ -232,7 +240,7 @@ class _Binder:
                 self.matrix(f"{g}.in_proj_b", (vh, hidden)),
                 self.matrix(f"{g}.in_proj_a", (vh, hidden)),
                 self.tensor(f"{g}.conv1d.weight", (c.conv_dim, c.linear_conv_kernel_dim, 1)),
-                self.tensor(f"{g}.A_log", (vh,), keep=True).astype(mx.float32),
+                self.decay(f"{g}.A_log", (vh,)),
                 self.tensor(f"{g}.dt_bias", (vh,)),
                 self.tensor(f"{g}.norm.weight", (c.linear_value_head_dim,)),
                 self.matrix(f"{g}.out_proj", (hidden, c.value_dim)),
