@@ -23,7 +23,7 @@ from sweeps.compose import Request, UsageError, published
 from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
 from sweeps.guard import Scope
 from sweeps.models import REAL_COMMAND, Model
-from sweeps.points import Arm, Contrast, Job, Point
+from sweeps.points import APART, Arm, Contrast, Job, Point
 from sweeps.rows import RowError
 from sweeps.session import warm_seconds
 from sweeps.store import RETRY, Store, read_job
@@ -362,7 +362,7 @@ class _Planner:
 
     def memory(self, frontier: int, arms: int | None = None) -> Memory:
         """Bytes at a frontier with the arms that are alive at once there."""
-        live = arms or (1 if self.serial else len(self.arms))
+        live = arms or (1 if self.serial else sum(arm.subject not in APART for arm in self.arms))
         return memory(self.model.config, self.machine, frontier, live, self.chunk, self.model.weights_bytes)
 
     # -- time ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,19 @@ def test_the_command(model):
     assert done.returncode == 0 and "5 tokens in" in done.stdout and "Ctrl-C" in done.stderr, done.stderr
     bad = subprocess.run([*argv, "--seed", "-1"], cwd=root, capture_output=True, text=True, timeout=60)
     assert bad.returncode == 2 and "--seed" in bad.stderr and bad.stderr.count("\n") == 1
+
+
+def test_an_interrupt_from_the_keyboard_ends_the_answer_and_not_the_command(model):
+    argv = [sys.executable, "-m", "engine", "chat", "--model", str(model), "--thinking", "off"]
+    argv += ["--max-tokens", "100000", "--temperature", "1", "--seed", "3"]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(argv, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        process.stdin.write("hello\n")
+        process.stdin.flush()
+        # The prompt, and some of the answer: it is being written.
+        process.stdout.read(12)
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate("/stats\n/exit\n", timeout=60)
+    assert process.returncode == 0 and rest.count("[stopped]") == 1
+    assert re.search(r"first token after .* tokens in", rest) and "prompt" in rest
