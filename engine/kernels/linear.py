@@ -97,6 +97,11 @@ def _in_device_memory(array: mx.array) -> mx.array:
     return array if array.size >= 8 else mx.broadcast_to(array, (8, *array.shape))
 
 
+def _in_four(residual: mx.array) -> mx.array:
+    """A view ``[.., 1, T, N]`` with four axes that is in device memory too."""
+    return mx.expand_dims(residual, 0) if residual.size >= 8 else _in_device_memory(residual)
+
+
 def _by_heads(array: mx.array) -> mx.array:
     """``[1, T, K]`` as one head ``[1, T, 1, K]``; what comes by heads stays as it is."""
     return array if array.ndim == 4 else mx.expand_dims(array, 2)
@@ -201,7 +206,7 @@ def _products(
                 x if gate is None else gate,
                 unused if gain is None else gain,
                 _constant(eps),
-                unused if residual is None else _in_device_memory(mx.expand_dims(residual, 0)),
+                unused if residual is None else _in_four(residual),
                 *weights,
             ),
             kernel.arguments(

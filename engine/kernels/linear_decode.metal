@@ -20,7 +20,7 @@
 //
 // x [1, ROWS, heads, dim] of X and gate (same shape, T) are read by strides, so that a part of a larger array is taken
 // as it lies, but the last axis must be dense and rows must start on 16 bytes; heads · dim is the number K of inputs,
-// a multiple of 64. gain [K] or [128] of T, eps float32 [1], residual [1, 1, ROWS, outputs] of T by strides;
+// a multiple of 64. gain [K] or [128] of T, eps float32 [1], residual [.., 1, ROWS, outputs] of T by strides;
 // weightM uint32 [outputs, K · bits / 32], scalesM and biasesM [outputs, K / 64] of T. What a launch does not use is
 // any array. out [ROWS · all outputs] of O: matrix after matrix, each [ROWS, outputs].
 // Grid: for each matrix its outputs over LOOP · SIMDGROUPS · OUTPUTS · 32 / SPAN threadgroups of SIMDGROUPS simdgroups.

@@ -48,7 +48,7 @@ CASES = [
     Products(5, 1024, ((12, 4), (3, 8)), "norm"),
     Products(8, 768, ((64, 4), (7, 4)), "gated norm", by_heads=128),
     Products(1, 64, ((5, 8), (70, 4), (2, 4))),
-    Products(4, 1088, ((3, 4),), "gate"),
+    Products(2, 1088, ((3, 4),), "gate", residual=True),
 ]
 
 
