@@ -46,14 +46,18 @@ HELPER uint simd_max(uint value) { return __reduce_max_sync(EVERY_LANE, value); 
 
 HELPER float exp2_of(float x) { return exp2f(x); }
 HELPER float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// A number below 2^23. Conversions run at a fraction of the rate of the two operations used here.
-HELPER float small_number(uint n) { return __uint_as_float(n | 0x4b000000u) - 8388608.0f; }
-// The bits of a mask below 2^23 as a number. In one logical operation, which compilers make two of: they run at half the
+// The bits of a mask below 2^23 as a number; conversions run at a fraction of the rate. In one logical operation, which compilers make two of: they run at half the
 // rate of sums.
 HELPER float masked_number(uint bits, uint mask) {
   uint number;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(number) : "r"(bits), "r"(mask), "r"(0x4b000000u));
   return __uint_as_float(number) - 8388608.0f;
+}
+// 1 + (bits of a mask below 2^23) / 2^23, in one operation.
+HELPER float one_plus(uint bits, uint mask) {
+  uint number;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(number) : "r"(bits), "r"(mask), "r"(0x3f800000u));
+  return __uint_as_float(number);
 }
 HELPER float exp_of(float x) { return expf(x); }
 HELPER float rsqrt_of(float x) { return rsqrtf(x); }
@@ -94,8 +98,8 @@ using namespace metal;
 
 HELPER float exp2_of(float x) { return metal::exp2(x); }
 HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
-HELPER float small_number(uint n) { return float(n); }
 HELPER float masked_number(uint bits, uint mask) { return float(bits & mask); }
+HELPER float one_plus(uint bits, uint mask) { return as_type<float>((bits & mask) | 0x3f800000u); }
 // Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
 HELPER float exp_of(float x) { return metal::precise::exp(x); }
 HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
@@ -280,14 +284,14 @@ HELPER void staged_block(const threadgroup uint4* staged, uint block, thread flo
 
 HELPER float dot_codes(uint word, const thread float* x) {
   const uint high = word >> 16;
-  float sum = small_number(word & 0xfu) * x[0];
-  sum = multiply_add(small_number(word & 0xf0u), x[1], sum);
-  sum = multiply_add(small_number(word & 0xf00u), x[2], sum);
-  sum = multiply_add(small_number(word & 0xf000u), x[3], sum);
-  sum = multiply_add(small_number(high & 0xfu), x[4], sum);
-  sum = multiply_add(small_number(high & 0xf0u), x[5], sum);
-  sum = multiply_add(small_number(high & 0xf00u), x[6], sum);
-  return multiply_add(small_number(high & 0xf000u), x[7], sum);
+  float sum = masked_number(word, 0xfu) * x[0];
+  sum = multiply_add(masked_number(word, 0xf0u), x[1], sum);
+  sum = multiply_add(masked_number(word, 0xf00u), x[2], sum);
+  sum = multiply_add(masked_number(word, 0xf000u), x[3], sum);
+  sum = multiply_add(masked_number(high, 0xfu), x[4], sum);
+  sum = multiply_add(masked_number(high, 0xf0u), x[5], sum);
+  sum = multiply_add(masked_number(high, 0xf00u), x[6], sum);
+  return multiply_add(masked_number(high, 0xf000u), x[7], sum);
 }
 
 // The 32 codes of a word times the inputs of its block, as four independent sums.
