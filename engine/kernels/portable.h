@@ -53,12 +53,6 @@ HELPER float masked_number(uint bits, uint mask) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(number) : "r"(bits), "r"(mask), "r"(0x4b000000u));
   return __uint_as_float(number) - 8388608.0f;
 }
-// 1 + (bits of a mask below 2^23) / 2^23, in one operation.
-HELPER float one_plus(uint bits, uint mask) {
-  uint number;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(number) : "r"(bits), "r"(mask), "r"(0x3f800000u));
-  return __uint_as_float(number);
-}
 HELPER float exp_of(float x) { return expf(x); }
 HELPER float rsqrt_of(float x) { return rsqrtf(x); }
 HELPER float sin_of(float x) { return sinf(x); }
@@ -99,7 +93,6 @@ using namespace metal;
 HELPER float exp2_of(float x) { return metal::exp2(x); }
 HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
 HELPER float masked_number(uint bits, uint mask) { return float(bits & mask); }
-HELPER float one_plus(uint bits, uint mask) { return as_type<float>((bits & mask) | 0x3f800000u); }
 // Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
 HELPER float exp_of(float x) { return metal::precise::exp(x); }
 HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
