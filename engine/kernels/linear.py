@@ -46,7 +46,8 @@ SIMDGROUPS = (2, 4, 8)
 TILES = tuple(f"{outputs}x{simdgroups}" for outputs in OUTPUTS for simdgroups in SIMDGROUPS)
 FULL = 8192
 """Simdgroups beyond which a threadgroup works off several blocks."""
-_BUSY = 1024
+# Simdgroups that hide the memory's latency, and those of two threadgroups of eight on each of 132 cores.
+_BUSY, _MANY = 1024, 2 * 8 * 132
 _WORD = 32  # 4-bit codes in 16 bytes
 _WAITING = 4096  # inputs as float32: 16 KiB
 _CHOOSE_SIMDGROUPS = 16
@@ -145,8 +146,8 @@ def shape_of(rows: int, codes: Sequence[int], outputs: Sequence[int], tile: str)
     total = sum(outputs)
     if tile == "best":
         per_lane = next((n for n in (4, 2) if total >= _BUSY * n * side_by_side), 1)
-        # Eight simdgroups read the inputs half as often as four, where that leaves two threadgroups a core.
-        simdgroups = 8 if total >= 2112 * per_lane * side_by_side else 4
+        # Eight simdgroups make the inputs ready half as often as four, where that leaves two threadgroups a core.
+        simdgroups = 8 if total >= _MANY * per_lane * side_by_side else 4
     else:
         per_lane, simdgroups = map(int, tile.split("x"))
     # Every output and row has a sum of its own in a lane's registers.
