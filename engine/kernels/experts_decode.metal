@@ -39,44 +39,85 @@ const uint inputs = uint(x_shape[2]);
 const uint wide = uint(gate_shape[1]);
 constexpr uint BLOCKS = uint(LANES * STEPS);
 constexpr uint UNITS = BLOCKS * 4u;
-constexpr uint THREADS = uint(SIMDGROUPS) * 32u;
 THREADGROUP_ARRAY(uint4, staged, LANES * STEPS * 2 * int(sizeof(X)));
-THREADGROUP_ARRAY(float, block_sums, LANES * STEPS);
+THREADGROUP_ARRAY(float, block_sums, LANES * STEPS * 2);
 THREADGROUP_ARRAY(float, squares, SIMDGROUPS);
+THREADGROUP_ARRAY(uint, chosen, 1);
 
-// Every simdgroup finds its expert by itself, the largest first; in the end lane i has what round i found.
+// The first simdgroup finds the expert, the largest first, while the others stage x; in the end its lane i has what round
+// i found.
 constexpr uint EACH = uint(EXPERTS + 31) / 32u;
-uint expert = 0u;
 uint found = 0u;
-if constexpr (ROUTED) {
-  expert = uint(logits[row * logits_strides[0] + slot * logits_strides[1]]);
-} else {
-  // A 16-bit number leaves the low 13 bits of its float32 alone: the index goes there and makes equal ones differ.
-  constexpr uint INDEX = 8191u;
-  uint keys[EACH];
-  UNROLL for (uint i = 0u; i < EACH; ++i) {
-    const uint e = i * 32u + lane;
-    keys[i] = 0u;
-    if (e < uint(EXPERTS)) {
-      keys[i] = ordered_bits(float(logits[row * logits_strides[0] + e * logits_strides[1]]));
-      if constexpr (NARROW) keys[i] = (keys[i] & ~INDEX) | e;
+if (simdgroup == 0u) {
+  uint expert = 0u;
+  if constexpr (ROUTED) {
+    expert = uint(logits[row * logits_strides[0] + slot * logits_strides[1]]);
+  } else {
+    // A 16-bit number leaves the low 13 bits of its float32 alone: the index goes there and makes equal ones differ.
+    constexpr uint INDEX = 8191u;
+    uint keys[EACH];
+    UNROLL for (uint i = 0u; i < EACH; ++i) {
+      const uint e = i * 32u + lane;
+      keys[i] = 0u;
+      if (e < uint(EXPERTS)) {
+        keys[i] = ordered_bits(float(logits[row * logits_strides[0] + e * logits_strides[1]]));
+        if constexpr (NARROW) keys[i] = (keys[i] & ~INDEX) | e;
+      }
+    }
+    for (uint round = 0u; round <= slot; ++round) {
+      uint top = keys[0];
+      UNROLL for (uint i = 1u; i < EACH; ++i) top = keys[i] > top ? keys[i] : top;
+      top = simd_max(top);
+      if constexpr (NARROW) {
+        expert = top & INDEX;
+      } else {
+        uint after = 0u;
+        UNROLL for (uint i = 0u; i < EACH; ++i) after = keys[i] == top ? i * 32u + lane + 1u : after;
+        expert = simd_max(after) - 1u;
+      }
+      UNROLL for (uint i = 0u; i < EACH; ++i) keys[i] = i * 32u + lane == expert ? 0u : keys[i];
+      found = lane == round ? expert : found;
     }
   }
-  for (uint round = 0u; round <= slot; ++round) {
-    uint top = keys[0];
-    UNROLL for (uint i = 1u; i < EACH; ++i) top = keys[i] > top ? keys[i] : top;
-    top = simd_max(top);
-    if constexpr (NARROW) {
-      expert = top & INDEX;
-    } else {
-      uint after = 0u;
-      UNROLL for (uint i = 0u; i < EACH; ++i) after = keys[i] == top ? i * 32u + lane + 1u : after;
-      expert = simd_max(after) - 1u;
+  if (lane == 0u) chosen[0] = expert;
+} else {
+  // x, or gain · x, since the rest of a norm is one factor for the whole row. An x that is not dense is taken as NaN
+  // instead of refused by a return: `down` needs ids that are in range.
+  constexpr uint STAGING = uint(SIMDGROUPS - 1) * 32u;
+  constexpr uint PASSES = (UNITS + STAGING - 1u) / STAGING;
+  const bool readable = x_strides[2] == 1;
+  const uint last_unit = inputs / 8u - 1u;
+  float value[PASSES][8];
+  float factor[PASSES][8];
+  if (readable) {
+    UNROLL for (uint pass = 0u; pass < PASSES; ++pass) {
+      uint unit = pass * STAGING + index - 32u;
+      unit = unit < last_unit ? unit : last_unit;
+      load_eight(x + row * x_strides[1] + unit * 8u, value[pass]);
+      if constexpr (NORM) load_eight(gain + unit * 8u, factor[pass]);
     }
-    UNROLL for (uint i = 0u; i < EACH; ++i) keys[i] = i * 32u + lane == expert ? 0u : keys[i];
-    found = lane == round ? expert : found;
+  }
+  float square = 0.0f;
+  UNROLL for (uint pass = 0u; pass < PASSES; ++pass) {
+    const uint unit = pass * STAGING + index - 32u;
+    UNROLL for (int i = 0; i < 8; ++i) {
+      float one = readable ? value[pass][i] : as_type<float>(0x7fc00000u);
+      if (unit > last_unit) one = 0.0f;
+      if constexpr (NORM) {
+        square = multiply_add(one, one, square);
+        one *= readable ? factor[pass][i] : 1.0f;
+      }
+      value[pass][i] = one;
+    }
+    stage<X>(staged, block_sums, unit, unit < UNITS, value[pass]);
+  }
+  if constexpr (NORM) {
+    square = simd_sum(square);
+    if (lane == 0u) squares[simdgroup] = square;
   }
 }
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const uint expert = chosen[0];
 
 // A lane without a row or a word of its own reads the last one: without branches, and without conversions, which would
 // wait, every load is on its way before the first is needed. Inputs past the end are zero, rows past it are not stored.
@@ -106,38 +147,8 @@ UNROLL for (int s = 0; s < STEPS; ++s) {
     up_bias[s][r] = up_biases[group];
   }
 }
-// Compilers would sink loads to where they are used, past the waiting below.
+// Compilers would sink loads to where they are used, between the products.
 simdgroup_barrier(mem_flags::mem_none);
-
-// x, or gain · x, since the rest of a norm is one factor for the whole row. An x that is not dense is taken as NaN
-// instead of refused by a return: `down` needs ids that are in range.
-const bool readable = x_strides[2] == 1;
-const float nothing = readable ? 0.0f : as_type<float>(0x7fc00000u);
-float square = 0.0f;
-UNROLL for (uint pass = 0u; pass < (UNITS + THREADS - 1u) / THREADS; ++pass) {
-  const uint unit = pass * THREADS + index;
-  float value[8];
-  UNROLL for (int i = 0; i < 8; ++i) value[i] = nothing;
-  if (readable && unit * 8u < inputs) {
-    load_eight(x + row * x_strides[1] + unit * 8u, value);
-    if constexpr (NORM) {
-      float factor[8];
-      load_eight(gain + unit * 8u, factor);
-      UNROLL for (int i = 0; i < 8; ++i) {
-        square = multiply_add(value[i], value[i], square);
-        value[i] *= factor[i];
-      }
-    }
-  }
-  const float sum = stage<X>(staged, unit, unit < UNITS, value);
-  if (unit < UNITS && unit % 4u == 0u) block_sums[unit / 4u] = sum;
-}
-if constexpr (NORM) {
-  square = simd_sum(square);
-  if (lane == 0u) squares[simdgroup] = square;
-}
-
-threadgroup_barrier(mem_flags::mem_threadgroup);
 
 float gate_sum[ROWS];
 float up_sum[ROWS];
@@ -146,18 +157,21 @@ UNROLL for (int s = 0; s < STEPS; ++s) {
   const uint block = uint(s * LANES) + part;
   float input[32];
   staged_block<X>(staged, block, input);
-  const float all = block_sums[block];
+  const float all = block_sums[2u * block];
+  const float constants = block_sums[2u * block + 1u];
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    gate_sum[r] = multiply_add(float(gate_scale[s][r]), dot_codes(gate_codes[s][r], input), gate_sum[r]);
+    const float gate_dot = dot_codes(gate_codes[s][r], input, constants);
+    const float up_dot = dot_codes(up_codes[s][r], input, constants);
+    gate_sum[r] = multiply_add(float(gate_scale[s][r]), gate_dot, gate_sum[r]);
     gate_sum[r] = multiply_add(float(gate_bias[s][r]), all, gate_sum[r]);
-    up_sum[r] = multiply_add(float(up_scale[s][r]), dot_codes(up_codes[s][r], input), up_sum[r]);
+    up_sum[r] = multiply_add(float(up_scale[s][r]), up_dot, up_sum[r]);
     up_sum[r] = multiply_add(float(up_bias[s][r]), all, up_sum[r]);
   }
 }
 float factor = 1.0f;
 if constexpr (NORM) {
   float total = 0.0f;
-  UNROLL for (int s = 0; s < SIMDGROUPS; ++s) total += squares[s];
+  UNROLL for (int s = 1; s < SIMDGROUPS; ++s) total += squares[s];
   factor = rsqrt_of(total / float(inputs) + as_type<float>(EPS_BITS));
 }
 UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -223,7 +237,7 @@ constexpr uint WORDS = BLOCKS * 2u * uint(sizeof(X));
 constexpr uint AT_ONCE = 32u / uint(LANES);
 constexpr uint COLUMNS = uint(ROWS) * AT_ONCE;
 THREADGROUP_ARRAY(uint4, staged, SPLIT * EACH * LANES * STEPS * 2 * int(sizeof(X)));
-THREADGROUP_ARRAY(float, block_sums, SPLIT * EACH * LANES * STEPS);
+THREADGROUP_ARRAY(float, block_sums, SPLIT * EACH * LANES * STEPS * 2);
 THREADGROUP_ARRAY(float, sums, SPLIT * ROWS * 32 / LANES);
 
 const uint part = lane % uint(LANES);
@@ -261,6 +275,8 @@ UNROLL for (int i = 0; i < EACH; ++i) {
 simdgroup_barrier(mem_flags::mem_none);
 
 // A simdgroup stages what its own experts get, so it waits for no other.
+constexpr uint PASSES = (UNITS + 31u) / 32u;
+const uint last_unit = wide / 8u - 1u;
 float factor[EACH];
 UNROLL for (int i = 0; i < EACH; ++i) {
   const uint e = simdgroup + uint(i * SPLIT);
@@ -268,21 +284,23 @@ UNROLL for (int i = 0; i < EACH; ++i) {
   factor[i] = 0.0f;
   if (e < uint(CHOSEN)) factor[i] = float(weights[row * weights_strides[0] + e * weights_strides[1]]);
   if (e == uint(CHOSEN)) factor[i] = sigmoid_of(float(shared_logit[row * shared_logit_strides[1]]));
-  UNROLL for (uint pass = 0u; pass < (UNITS + 31u) / 32u; ++pass) {
-    const uint unit = pass * 32u + lane;
-    float value[8];
-    UNROLL for (int j = 0; j < 8; ++j) value[j] = 0.0f;
-    if (unit * 8u < wide) {
-      if (e < uint(CHOSEN)) load_eight(hidden + (row * uint(CHOSEN) + e) * wide + unit * 8u, value);
-      if (e == uint(CHOSEN)) {
-        float other[8];
-        load_eight(shared_gate + row * shared_gate_strides[1] + unit * 8u, value);
-        load_eight(shared_up + row * shared_up_strides[1] + unit * 8u, other);
-        UNROLL for (int j = 0; j < 8; ++j) value[j] *= sigmoid_of(value[j]) * other[j];
-      }
+  float value[PASSES][8];
+  UNROLL for (uint pass = 0u; pass < PASSES; ++pass) {
+    uint unit = pass * 32u + lane;
+    unit = unit < last_unit ? unit : last_unit;
+    UNROLL for (int j = 0; j < 8; ++j) value[pass][j] = 0.0f;
+    if (e < uint(CHOSEN)) load_eight(hidden + (row * uint(CHOSEN) + e) * wide + unit * 8u, value[pass]);
+    if (e == uint(CHOSEN)) {
+      float other[8];
+      load_eight(shared_gate + row * shared_gate_strides[1] + unit * 8u, value[pass]);
+      load_eight(shared_up + row * shared_up_strides[1] + unit * 8u, other);
+      UNROLL for (int j = 0; j < 8; ++j) value[pass][j] *= sigmoid_of(value[pass][j]) * other[j];
     }
-    const float sum = stage<X>(staged + place * WORDS, unit, unit < UNITS, value);
-    if (unit < UNITS && unit % 4u == 0u) block_sums[place * BLOCKS + unit / 4u] = sum;
+  }
+  UNROLL for (uint pass = 0u; pass < PASSES; ++pass) {
+    const uint unit = pass * 32u + lane;
+    UNROLL for (int j = 0; j < 8; ++j) value[pass][j] = unit > last_unit ? 0.0f : value[pass][j];
+    stage<X>(staged + place * WORDS, block_sums + place * BLOCKS * 2u, unit, unit < UNITS, value[pass]);
   }
 }
 simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -295,10 +313,11 @@ UNROLL for (int i = 0; i < EACH; ++i) {
     const uint block = uint(s * LANES) + part;
     float input[32];
     staged_block<X>(staged + place * WORDS, block, input);
-    const float all = block_sums[place * BLOCKS + block];
+    const float all = block_sums[(place * BLOCKS + block) * 2u];
+    const float constants = block_sums[(place * BLOCKS + block) * 2u + 1u];
     UNROLL for (int r = 0; r < ROWS; ++r) {
-      const float products = dot_codes(codes[i][s][r], input);
-      const float product = multiply_add(float(scale[i][s][r]), products, float(bias[i][s][r]) * all);
+      const float dot = dot_codes(codes[i][s][r], input, constants);
+      const float product = multiply_add(float(scale[i][s][r]), dot, float(bias[i][s][r]) * all);
       sum[r] = multiply_add(factor[i], product, sum[r]);
     }
   }

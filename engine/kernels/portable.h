@@ -46,12 +46,17 @@ HELPER uint simd_max(uint value) { return __reduce_max_sync(EVERY_LANE, value); 
 
 HELPER float exp2_of(float x) { return exp2f(x); }
 HELPER float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// The bits of a mask below 2^23 as a number; conversions run at a fraction of the rate. In one logical operation, which compilers make two of: they run at half the
-// rate of sums.
+// The bits of a mask below 2^23 as a number; conversions run at a fraction of the rate. In one logical operation, which
+// compilers make two of: they run at half the rate of sums.
 HELPER float masked_number(uint bits, uint mask) {
   uint number;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(number) : "r"(bits), "r"(mask), "r"(0x4b000000u));
   return __uint_as_float(number) - 8388608.0f;
+}
+HELPER uint masked_or(uint bits, uint mask, uint base) {
+  uint merged;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(merged) : "r"(bits), "r"(mask), "r"(base));
+  return merged;
 }
 HELPER float exp_of(float x) { return expf(x); }
 HELPER float rsqrt_of(float x) { return rsqrtf(x); }
@@ -93,6 +98,7 @@ using namespace metal;
 HELPER float exp2_of(float x) { return metal::exp2(x); }
 HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
 HELPER float masked_number(uint bits, uint mask) { return float(bits & mask); }
+HELPER uint masked_or(uint bits, uint mask, uint base) { return (bits & mask) | base; }
 // Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
 HELPER float exp_of(float x) { return metal::precise::exp(x); }
 HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
@@ -209,9 +215,12 @@ HELPER float simd_sum_each(thread float* values, uint lane) {
 // ---- packed 4-bit weights ----
 //
 // A block is 32 inputs of a product: the codes of one 16-byte word, half a group of 64. Inputs wait in threadgroup
-// memory as X (bfloat16_t or float), number i of a block divided by 16^(i % 4): a code is then multiplied where it
-// stands in its half of a word, without a shift. The words of a block are turned by its number, so that lanes on
-// neighbouring blocks meet in no memory bank.
+// memory as X (bfloat16_t or float). The words of a block are turned by its number, so that lanes on neighbouring blocks
+// meet in no memory bank.
+//
+// Two codes of a word, 16 bits apart, become numbers by one mask: the bits 0x4300 | code are 128 + code in bfloat16. Taken
+// as a float32, the pair is 128 + upper code + (0x4300 + lower code) / 2^16; the input of the lower code is lessened by
+// that last part, and what the constants add up to is subtracted once a block.
 
 template <typename X>
 HELPER uint staged_at(uint block, uint word) {
@@ -220,44 +229,44 @@ HELPER uint staged_at(uint block, uint word) {
 }
 
 // Eight inputs, the part `unit % 4` of block `unit / 4`, are stored if `inside`; every lane of the simdgroup takes part,
-// its neighbour on the next part. Returns the block's sum. `values` are used up.
+// its neighbour on the next part. sums [blocks, 2] gets the sum of a block and what the constants of its codes add up to.
 template <typename X>
-HELPER float stage(threadgroup uint4* staged, uint unit, bool inside, thread float* values) {
-  float sum = 0.0f;
-  UNROLL for (int i = 0; i < 8; ++i) {
-    const float kept = float(X(values[i]));
-    sum += kept;
-    values[i] = kept * as_type<float>(uint(127 - 4 * (i & 3)) << 23);
+HELPER void stage(
+    threadgroup uint4* staged, threadgroup float* sums, uint unit, bool inside, const thread float* values) {
+  float kept[8];
+  UNROLL for (int i = 0; i < 8; ++i) kept[i] = float(X(values[i]));
+  float upper = (kept[4] + kept[5]) + (kept[6] + kept[7]);
+  float sum = (kept[0] + kept[1]) + (kept[2] + kept[3]) + upper;
+  UNROLL for (int mask = 1; mask < 4; mask *= 2) {
+    sum += simd_shuffle_xor(sum, ushort(mask));
+    upper += simd_shuffle_xor(upper, ushort(mask));
   }
-  sum += simd_shuffle_xor(sum, ushort(1));
-  sum += simd_shuffle_xor(sum, ushort(2));
   uint4 word[2];
   if constexpr (sizeof(X) == 2) {
-    uint pair[4];
-    UNROLL for (int i = 0; i < 4; ++i) {
-      const uint low = uint(as_type<ushort>(X(values[2 * i])));
-      pair[i] = low | (uint(as_type<ushort>(X(values[2 * i + 1]))) << 16);
-    }
-    word[0].x = pair[0];
-    word[0].y = pair[1];
-    word[0].z = pair[2];
-    word[0].w = pair[3];
+    // A bfloat16 is the upper half of its float32.
+    word[0].x = (as_type<uint>(kept[0]) >> 16) | as_type<uint>(kept[1]);
+    word[0].y = (as_type<uint>(kept[2]) >> 16) | as_type<uint>(kept[3]);
+    word[0].z = (as_type<uint>(kept[4]) >> 16) | as_type<uint>(kept[5]);
+    word[0].w = (as_type<uint>(kept[6]) >> 16) | as_type<uint>(kept[7]);
   } else {
     UNROLL for (int i = 0; i < 2; ++i) {
-      word[i].x = as_type<uint>(values[4 * i]);
-      word[i].y = as_type<uint>(values[4 * i + 1]);
-      word[i].z = as_type<uint>(values[4 * i + 2]);
-      word[i].w = as_type<uint>(values[4 * i + 3]);
+      word[i].x = as_type<uint>(kept[4 * i]);
+      word[i].y = as_type<uint>(kept[4 * i + 1]);
+      word[i].z = as_type<uint>(kept[4 * i + 2]);
+      word[i].w = as_type<uint>(kept[4 * i + 3]);
     }
   }
   constexpr uint COUNT = uint(sizeof(X)) / 2u;
   if (inside) {
     UNROLL for (uint i = 0u; i < COUNT; ++i) staged[staged_at<X>(unit / 4u, unit % 4u * COUNT + i)] = word[i];
+    if (unit % 4u == 0u) {
+      sums[unit / 2u] = sum;
+      sums[unit / 2u + 1u] = multiply_add(0.259765625f, upper, 128.0f * sum);
+    }
   }
-  return sum;
 }
 
-// The 32 inputs of a block as `stage` left them.
+// The 32 inputs of a block as `dot_codes` takes them.
 template <typename X>
 HELPER void staged_block(const threadgroup uint4* staged, uint block, thread float* to) {
   constexpr uint WORDS = 2u * uint(sizeof(X));
@@ -273,23 +282,25 @@ HELPER void staged_block(const threadgroup uint4* staged, uint block, thread flo
       }
     }
   }
+  UNROLL for (uint i = 0u; i < 32u; ++i) {
+    if ((i & 4u) == 0u) to[i] = multiply_add(-1.0f / 65536.0f, to[i + 4u], to[i]);
+  }
 }
 
 HELPER float dot_codes(uint word, const thread float* x) {
-  const uint high = word >> 16;
-  float sum = masked_number(word, 0xfu) * x[0];
-  sum = multiply_add(masked_number(word, 0xf0u), x[1], sum);
-  sum = multiply_add(masked_number(word, 0xf00u), x[2], sum);
-  sum = multiply_add(masked_number(word, 0xf000u), x[3], sum);
-  sum = multiply_add(masked_number(high, 0xfu), x[4], sum);
-  sum = multiply_add(masked_number(high, 0xf0u), x[5], sum);
-  sum = multiply_add(masked_number(high, 0xf00u), x[6], sum);
-  return multiply_add(masked_number(high, 0xf000u), x[7], sum);
+  float sum = 0.0f;
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const uint pair = masked_or(word >> (4 * i), 0x000f000fu, 0x43004300u);
+    sum = multiply_add(as_type<float>(pair << 16), x[i], sum);
+    sum = multiply_add(as_type<float>(pair), x[i + 4], sum);
+  }
+  return sum;
 }
 
-// The 32 codes of a word times the inputs of its block, as four independent sums.
-HELPER float dot_codes(uint4 word, const thread float* x) {
-  return (dot_codes(word.x, x) + dot_codes(word.y, x + 8)) + (dot_codes(word.z, x + 16) + dot_codes(word.w, x + 24));
+// The 32 codes of a word times the inputs of its block, as four independent sums; constants as `stage` gives them.
+HELPER float dot_codes(uint4 word, const thread float* x, float constants) {
+  const float low = dot_codes(word.x, x) + dot_codes(word.y, x + 8);
+  return (low + (dot_codes(word.z, x + 16) + dot_codes(word.w, x + 24))) - constants;
 }
 
 HELPER uint4 no_codes() {
