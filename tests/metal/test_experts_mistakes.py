@@ -24,8 +24,8 @@ ORDER = "const bool first_of_row"
 COMPILE = {
     "inputs of threadgroup memory for device ones": (
         0,
-        "load_eight(gain + unit * 8u, factor);",
-        "load_eight(block_sums, factor);",
+        "load_eight(gain + unit * 8u, factor[pass]);",
+        "load_eight(block_sums, factor[pass]);",
         "no matching function",
     ),
     "small constant input for device pointer": (
@@ -42,9 +42,9 @@ COMPILE = {
 RUN = {
     "row past the stack": ("n = n < wide ? n : wide - 1u;", "n = n < wide ? n : uint(EXPERTS) * wide;", "bounds"),
     "row of the output past the end": ("part == 0u && n < wide", "part == 0u", "bounds"),
-    "word past the inputs": ("if (readable && unit * 8u < inputs)", "if (readable)", "bounds"),
-    "part of a block past the staged": ("unit, unit < UNITS, value", "unit, true, value", "bounds"),
-    "no barrier between staging and product": (f"{MEET}\n\nfloat gate_sum", "\n\nfloat gate_sum", "race"),
+    "word past the inputs": ("unit = unit < last_unit ? unit : last_unit;", "", "bounds"),
+    "part of a block past the staged": ("sums, unit, unit < UNITS", "sums, unit, true", "bounds"),
+    "no barrier between routing and product": (f"{MEET}\nconst uint expert", "const uint expert", "race"),
     "no barrier between simdgroups' sums": (f"{MEET}\nfor (uint c = index", "for (uint c = index", "race"),
     "simdgroup barrier for the wrong memory": (
         "simdgroup_barrier(mem_flags::mem_threadgroup);\n\nfloat sum",
@@ -69,9 +69,10 @@ WRONG = {
         "expert = top & INDEX;": "expert = uint(EXPERTS) - 1u - (top & INDEX);",
     },
     "an expert chosen twice": {"i * 32u + lane == expert ? 0u": "i * 32u + lane == expert + 1u ? 0u"},
-    "biases left out": {"const float all = block_sums[block];": "const float all = 0.0f;"},
+    "biases left out": {"const float all = block_sums[2u * block];": "const float all = 0.0f;"},
     "scale of another group": {"(inputs / 64u) + block / 2u": "(inputs / 64u) + block / 4u"},
-    "codes taken at the wrong place": {"127 - 4 * (i & 3)": "127 - 4 * (i & 1)"},
+    "codes taken in another order": {"word >> (4 * i)": "word >> (4 * (i ^ 1))"},
+    "constants of the codes left in": {" - constants;": ";"},
     "norm of another length": {"total / float(inputs)": "total / float(inputs + 16u)"},
     "weights left out": {"multiply_add(factor[i], product": "multiply_add(1.0f, product"},
     "shared expert without its gate": {"sigmoid_of(float(shared_logit": "(float(shared_logit"},
