@@ -165,9 +165,9 @@ class Endpoint:
         """
         try:
             listed = self._get("/models")
-        except Refused as error:
-            if error.status in (404, 405, 501) and self.model:
-                return  # A server may have no list; the first question will tell.
+        except EndpointError as error:
+            if self.model and getattr(error, "status", None) not in (401, 403):
+                return  # A server may have no list, or a broken one; the first question will tell.
             raise
         entries = listed.get("data") if isinstance(listed, dict) else None
         names = [str(e["id"]) for e in entries or () if isinstance(e, dict) and "id" in e]
