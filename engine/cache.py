@@ -13,7 +13,7 @@ and what lies past the restored length is overwritten before it can be read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,29 @@ import mlx.core as mx
 from engine.config import ModelConfig
 
 
+Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
+"""What a Gated DeltaNet layer's projections make of new rows: qkv, z, b, a, as `engine.ops.gated_delta` takes them."""
+Recurred = tuple[mx.array, list[mx.array], mx.array]
+"""Output rows, convolution rows and recurrent state after them."""
+Core = Callable[[Inputs, list[mx.array], mx.array], Recurred]
+"""A layer's recurrence between its projections: inputs, convolution rows and state before."""
+
+
 class CacheError(ValueError):
     """A snapshot or file that does not belong to this cache."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A restore point of one sequence: its length and its constant-size arrays (shared, not copied)."""
+    """A restore point of one sequence: its length and its constant-size arrays (shared, not copied).
+
+    drafts: where the engine's drafter stood, if it has one (`engine.speculative`).
+    """
 
     position: int
     recurrent: tuple[mx.array, ...]
     conv: tuple[tuple[mx.array, ...], ...]
+    drafts: Any = None
 
 
 class Cache:
@@ -244,6 +256,12 @@ class ExactView:
         """Replace them."""
         s, i = self.cache.state, self.cache.linear_index[layer]
         s["conv"][i], s["recurrent"][i] = conv, state
+
+    def recur(self, layer: int, inputs: Inputs, core: Core) -> mx.array:
+        """Run a layer's recurrence from the cached state and put the new state in its place; the output rows."""
+        out, conv, state = core(inputs, *self.recurrent(layer))
+        self.set_recurrent(layer, conv, state)
+        return out
 
 
 class TracedView(ExactView):

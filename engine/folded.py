@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from engine.cache import ExactView
+from engine.cache import ExactView, Inputs, Recurred
 from engine.kernels import experts, gated_delta, linear, rotary
 from engine.model import Model
 from engine.ops.registry import DECODE_ROWS
@@ -58,15 +58,15 @@ class FoldedModel(Model):
         c = self.config
         sizes = (c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim)
         qkv, z, b, a = self._project(h, gain, w.in_proj_qkv, w.in_proj_z, w.in_proj_b, w.in_proj_a)
-        conv, state = view.recurrent(index)
-        if not self.whole:
-            out, conv, state = self.ops.gated_delta(qkv, z, b, a, conv, state, w, sizes, rows=h.shape[1])
-            view.set_recurrent(index, conv, state)
-            return self._out(out, w.out_proj, h, None)
-        out, conv, state = gated_delta.gated_delta_metal(qkv, z, b, a, conv, state, w, sizes, normed=False)
-        self._ran("gated_delta", "registers")
-        view.set_recurrent(index, conv, state)
-        return self._out(out, w.out_proj, h, linear.GatedNorm(w.norm, z, c.rms_norm_eps))
+
+        def core(inputs: Inputs, conv: list[mx.array], state: mx.array) -> Recurred:
+            if not self.whole:
+                return self.ops.gated_delta(*inputs, conv, state, w, sizes, rows=inputs[0].shape[1])
+            self._ran("gated_delta", "registers")
+            return gated_delta.gated_delta_metal(*inputs, conv, state, w, sizes, normed=False)
+
+        out = view.recur(index, (qkv, z, b, a), core)
+        return self._out(out, w.out_proj, h, linear.GatedNorm(w.norm, z, c.rms_norm_eps) if self.whole else None)
 
     def _mix(self, w: Experts, gain: mx.array, h: mx.array) -> mx.array:
         c = self.config

@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from engine.device import activation_dtype, device_kind
 from engine.folded import FoldedModel
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
+from engine.sampling import Sampling, sample
 from engine.weights import Weights
 
 Progress = Callable[[int, int], None]
@@ -33,48 +33,6 @@ MOST_TRACES = 8
 
 class NonFinite(RuntimeError):
     """A logit was NaN or infinite: the run stops rather than go on with noise."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn. temperature 0 is greedy; top_k 0 and top_p 1.0 keep everything."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-
-
-def sample(logits: mx.array, how: Sampling, key: mx.array | None = None) -> mx.array:
-    """Draw one id per row, on the device.
-
-    Args:
-        logits: ``[rows, vocabulary]``. key: a random key; needed unless greedy.
-
-    Returns:
-        uint32 ``[rows]``. Ties of the greedy choice go to the lowest id.
-    """
-    if how.temperature == 0:
-        return mx.argmax(logits, axis=-1).astype(mx.uint32)
-    scores = logits.astype(mx.float32) / how.temperature
-    if how.top_k and how.top_k < scores.shape[-1]:
-        floor = mx.min(mx.topk(scores, how.top_k, axis=-1), axis=-1, keepdims=True)
-        scores = mx.where(scores < floor, -mx.inf, scores)
-    if how.top_p < 1:
-        order = mx.argsort(-scores, axis=-1)
-        ranked = mx.softmax(mx.take_along_axis(scores, order, axis=-1), axis=-1)
-        # A token stays if the mass before it is short of top_p, so the first always stays.
-        cut = mx.cumsum(ranked, axis=-1) - ranked >= how.top_p
-        ranked_scores = mx.where(cut, -mx.inf, mx.take_along_axis(scores, order, axis=-1))
-        scores = mx.put_along_axis(scores, order, ranked_scores, axis=-1)
-    return mx.random.categorical(scores, key=key).astype(mx.uint32)
 
 
 class Engine:

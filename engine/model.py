@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from engine.cache import ExactView
+from engine.cache import ExactView, Inputs, Recurred
 from engine.config import ModelConfig
 from engine.ops import BoundOps
 from engine.ops.registry import DECODE_ROWS
@@ -107,10 +107,11 @@ class Model:
         )
         qkv, z = self._linear(x, w.in_proj_qkv), self._linear(x, w.in_proj_z)
         b, a = self._linear(x, w.in_proj_b), self._linear(x, w.in_proj_a)
-        conv, state = view.recurrent(index)
-        out, conv, state = self.ops.gated_delta(qkv, z, b, a, conv, state, w, sizes, rows=x.shape[1])
-        view.set_recurrent(index, conv, state)
-        return self._linear(out, w.out_proj)
+
+        def core(inputs: Inputs, conv: list[mx.array], state: mx.array) -> Recurred:
+            return self.ops.gated_delta(*inputs, conv, state, w, sizes, rows=inputs[0].shape[1])
+
+        return self._linear(view.recur(index, (qkv, z, b, a), core), w.out_proj)
 
     def experts(self, w: Experts, x: mx.array) -> mx.array:
         """Route every row to its experts and add the shared one."""
