@@ -65,8 +65,8 @@ def experts_metal(
     """Routing, routed experts, their weighted sum and the shared expert, in two launches: ``[1, rows, hidden]``.
 
     The k experts of largest logit are chosen, the highest of equal ones; a product is summed in float32, and so is the
-    output up to its one rounding. Products see `x`, normed or not, rounded to its type. Rows of `x` and of `shared` must
-    start on 16 bytes and be dense along their last axis: otherwise the output is NaN, or its first element.
+    output up to its one rounding. Products see `x`, normed or not, rounded to its type. Rows of `x` and of `shared`
+    must start on 16 bytes and be dense along their last axis: otherwise the output is NaN, or its first element.
 
     Args:
         x: ``[1, rows, hidden]``, normed, or the residual stream if `gain` is given.
