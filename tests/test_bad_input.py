@@ -65,7 +65,7 @@ def refused(capsys, *words: str) -> str:
         (["subject.binary=/x"], "it takes subject=llama_bench"),
         (["sweep=publsh"], "publish"),
         (["ablation=a,b"], "-m"),
-        (["frontiers=[300K]"], "262144"),
+        (["frontiers=[300K]"], "8192"),
         (["frontiers=256,512"], "[256,512]"),
         (["model=tinny"], "'tiny'"),
         (["model=./missing"], "launch"),

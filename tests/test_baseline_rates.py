@@ -10,7 +10,7 @@ from mlx_lm.generate import generate_step
 
 from sweeps import baseline, compose, models
 from sweeps.clock import SystemClock
-from sweeps.prompts import Prompts, WordEncoder
+from sweeps.prompts import Prompts
 from sweeps.subjects.mlx_lm import MlxLm
 from sweeps.subjects.shared import Shared
 
@@ -31,7 +31,7 @@ def by_hand(model, prompt, steps: int) -> baseline.Rates:
 def trials():
     """Rates by the sweep's clock, by hand and by `stream_generate`, side by side until their ratios are known."""
     shared = Shared(models.find(compose.request([])).to_dict(), baseline=True)
-    prompts = Prompts(shared.tokenizer or WordEncoder(shared.real_vocab), 0, "text", shared.config.vocab_size)
+    prompts = Prompts(shared.tokenizer, 0, "text", shared.config.vocab_size)
     subject, tokenizer, clock = MlxLm(shared.lm_model, shared.config), baseline.plain_tokenizer(), SystemClock()
     ways = {
         "sweep": lambda prompt: baseline.measure(subject, prompt, STEPS, clock, mx.synchronize),
