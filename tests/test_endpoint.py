@@ -125,7 +125,8 @@ def test_an_address_is_kept_without_its_key(monkeypatch):
     assert str(Address.read({"url": "https://host/api/v3/"})) == "https://host/api/v3"
 
 
-def test_it_stands_beside_the_engine_in_a_report(server, model, tmp_path, capsys):
+def test_it_stands_beside_the_engine_in_a_report(server, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # other runs on this machine may go on
     run = tmp_path / "run"
     words = [f"model={model}", "subject=openai", f"url=http://127.0.0.1:{server.port}/v1", f"run_dir={run}"]
     assert main([*words, "frontiers=[32]", "probe=false", "blocks=1", "phases=[prefill]"]) == 0

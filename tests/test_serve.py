@@ -7,6 +7,7 @@ import math
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 from serving import CONTEXT, PLAIN, Own, client, command, get, health, post, serving, small_model, until
 
 from engine.generate import Sampling
+from engine.serve.app import Limits
 from engine.serve.server import ServeError, Server, parse
 from engine.serve.source import SourceError, find
 
@@ -237,14 +239,15 @@ def test_the_usage_event_comes_only_when_asked_for(server, name):
         assert len(counted) == wanted
 
 
-def lines(port: int, body: dict[str, Any]) -> list[str]:
-    """Data of the events of a streamed chat answer, read without a client library."""
+def lines(port: int, body: dict[str, Any], comments: bool = False) -> list[str]:
+    """Data of the events of a streamed chat answer, with its comments if wanted, read without a client library."""
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as s:
         s.sendall(head.encode() + data)
         got = b"".join(iter(lambda: s.recv(65536), b""))
-    return [e[6:] for e in got.partition(b"\r\n\r\n")[2].decode().split("\n\n") if e.startswith("data: ")]
+    parts = [e for e in got.partition(b"\r\n\r\n")[2].decode().split("\n\n") if e]
+    return parts if comments else [e[6:] for e in parts if e.startswith("data: ")]
 
 
 # -- reuse -------------------------------------------------------------------------------------------
@@ -357,6 +360,24 @@ def test_health_answers_during_prefill_and_a_prefill_can_be_left(model):
         assert health(slow.port)["running"]
         s.close()
         assert until(lambda: not health(slow.port)["running"]) < 5
+
+
+def test_silence_is_filled_and_a_stall_ends(model, monkeypatch):
+    """An engine that is stuck: comments keep the line open, then the answer is given up; the next one is served."""
+    stuck = threading.Event()
+    with serving(model, limits=Limits(comment_s=0.1, stall_s=0.6)) as held:
+        with monkeypatch.context() as m:
+            m.setattr("engine.serve.generation.Generation._prefill", lambda *_: stuck.wait(20) and False)
+            events = lines(held.port, {"messages": [{"role": "user", "content": "a"}], "stream": True}, comments=True)
+            assert events.count(": still at work") >= 3 and "no progress for 0.6 s" in events[-1]
+            assert "[DONE]" not in events[-1]
+            stuck.set()
+            until(lambda: not health(held.port)["running"])
+            stuck.clear()
+            status, body = post(held.port, "/v1/completions", {"prompt": "a"})
+            assert status == 500 and "no progress" in body["error"]["message"]
+            stuck.set()
+        assert post(held.port, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
 
 
 def test_an_engine_that_fails_is_an_error_and_the_next_request_is_served(api, name, server, monkeypatch):
