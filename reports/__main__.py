@@ -3,6 +3,9 @@
     python -m reports build RUN [RUN...]     report.html, report.md, figures/ and tables/; several runs are merged
     python -m reports compare A B            the same points in two runs
     python -m reports gate RUN               exit 0: no confirmed slowdown, 1: confirmed slowdown, 2: cannot tell
+    python -m reports gate --base CHECKOUT   the same for this checkout against another: measures, confirms, judges
+    python -m reports baseline RUN NAME      keep a run as what later runs of this machine are held against
+    python -m reports exact FILE             counts that must not rise, against the committed ones
 
 A run is a folder as `python -m sweeps` leaves it. The path of what was written comes last on stdout. Bad input ends
 with one line on stderr and exit code 2.
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m reports", description="Reports from the rows of a run.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="build|compare|gate")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="build|compare|gate|baseline|exact")
     build = commands.add_parser("build", help="write the report of one run, or of several together")
     build.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     build.add_argument("--output", type=Path, metavar="DIR", help="folder to write into (default: the run folder)")
@@ -51,13 +54,32 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("b", type=Path, metavar="B", help="run folder of after, or of here")
     compare.add_argument("--output", type=Path, metavar="DIR", help="folder to write into (default: inside B)")
     compare.set_defaults(run=_compare)
+    _add_gate(commands)
+    baseline = commands.add_parser("baseline", help="keep a run under reports/published/<chip>/NAME")
+    baseline.add_argument("run_folder", type=Path, metavar="RUN", help="run folder")
+    baseline.add_argument("name", metavar="NAME", help="name of the baseline, such as main")
+    baseline.add_argument("--renew", action="store_true", help="replace the baseline of that name")
+    baseline.set_defaults(run=_baseline)
+    exact = commands.add_parser(
+        "exact",
+        help="counts that must not rise",
+        description="Exit code 0: no count rose. 1: a count rose, each named. 2: the files cannot be compared.",
+    )
+    exact.add_argument("counted", type=Path, metavar="FILE", help="what python -m sweeps.exact wrote")
+    exact.add_argument("--against", type=Path, metavar="FILE", help="committed counts (default: those of the device)")
+    exact.add_argument("--renew", action="store_true", help="write the counts as the committed ones")
+    exact.set_defaults(run=_exact)
+    return parser
+
+
+def _add_gate(commands: argparse._SubParsersAction) -> None:
     gate = commands.add_parser(
         "gate",
         help="exit code 0: no confirmed slowdown, 1: confirmed slowdown, 2: cannot tell",
         description="Exit code 0: no confirmed slowdown. 1: confirmed slowdown. 2: cannot tell (missing or unreadable "
         "rows, a failed check, an unconfirmed slowdown, too many unclear).",
     )
-    gate.add_argument("gated", type=Path, metavar="RUN", help="run folder")
+    gate.add_argument("gated", type=Path, nargs="?", metavar="RUN", help="run folder")
     gate.add_argument(
         "--confirm",
         type=Path,
@@ -66,8 +88,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN",
         help="later runs of the same command: a slowdown is confirmed when their sessions show it too",
     )
+    gate.add_argument("--baseline", metavar="NAME", help="a kept run of this chip, or a run folder")
+    gate.add_argument(
+        "--accept", nargs="+", default=[], choices=["os", "mlx", "mlx_lm"], help="known differences to the baseline"
+    )
+    gate.add_argument("--ignore", nargs="+", default=[], metavar="PATTERN", help="contrasts to leave out, and say so")
+    gate.add_argument("--base", type=Path, metavar="CHECKOUT", help="measure this checkout against that one first")
+    gate.add_argument("--work", type=Path, metavar="DIR", help="with --base: folder for its runs")
+    gate.add_argument("--set", nargs="+", default=[], metavar="key=value", help="with --base: settings of the sweep")
+    gate.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    gate.add_argument("--summary", type=Path, metavar="FILE", help="write the Markdown summary")
+    how = gate.add_mutually_exclusive_group()
+    how.add_argument("--strict", action="store_true", help="show what cannot be told as failure")
+    how.add_argument("--neutral", action="store_true", help="end with 0 where it cannot be told, and say so")
     gate.set_defaults(run=_gate)
-    return parser
 
 
 # Imports wait until a command needs them: --help answers at once, without matplotlib.
@@ -88,10 +122,38 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _gate(arguments: argparse.Namespace) -> int:
+    from reports import announce, base_head, kept
     from reports.gate import gate
 
-    answer = gate(arguments.gated, arguments.confirm)
-    print(answer.reason)
+    if (arguments.gated is None) == (arguments.base is None):
+        raise ReportError("gate takes a RUN, or --base CHECKOUT to measure one first")
+    if arguments.base is not None:
+        answer = base_head.gate(arguments.base, arguments.work, arguments.set, arguments.ignore)
+    else:
+        baseline = kept.find(arguments.baseline, arguments.gated) if arguments.baseline else None
+        answer = gate(arguments.gated, arguments.confirm, baseline, arguments.ignore, arguments.accept)
+    print("\n".join(announce.announce(answer, arguments.strict, arguments.junit, arguments.summary)))
+    if answer.code == 2 and arguments.neutral:
+        print("neutral: this run decides nothing", file=sys.stderr)
+        return 0
+    return answer.code
+
+
+def _baseline(arguments: argparse.Namespace) -> int:
+    from reports.kept import keep
+
+    print(keep(arguments.run_folder, arguments.name, arguments.renew))
+    return 0
+
+
+def _exact(arguments: argparse.Namespace) -> int:
+    from reports import exact
+
+    if arguments.renew:
+        print(exact.renew(arguments.counted, arguments.against))
+        return 0
+    answer = exact.compare(arguments.counted, arguments.against)
+    print("\n".join(exact.announce(answer)))
     return answer.code
 
 

@@ -49,7 +49,7 @@ LEAST_PART_SECONDS = 60
 """Shortest part of a run, in seconds: below it, most of each part would go to loading weights and warming up."""
 
 _ENDPOINT = ("subject.url", "subject.model", "subject.key_env")
-_FREE_TEXT = frozenset({"model.reference", "run_dir", "subject.binary", "subject.gguf", *_ENDPOINT})
+_FREE_TEXT = frozenset({"model.reference", "run_dir", "base", "subject.binary", "subject.gguf", *_ENDPOINT})
 _SHORT = {"url": "subject.url"}
 """Keys that may be written without their group."""
 
@@ -107,6 +107,7 @@ class Request:
         frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
         budget_seconds, cap_seconds: limits of the whole run and of one prefill.
         part_seconds: limit of one invocation, or None.
+        base: another checkout whose engine this one's is held against, or None.
         planted: share of its time by which a copy of the engine's arm is slowed, or None.
         config: everything composed, for the record.
     """
@@ -129,6 +130,7 @@ class Request:
     blocks: int
     arms: str
     prompt: str
+    base: Path | None
     planted: float | None
     logprobs: bool
     shared_cache: bool
@@ -448,6 +450,7 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         blocks=_count("blocks", _first(values["blocks"], sweep["blocks"])),
         arms=values["arms"],
         prompt=_prompt(values["prompt"]),
+        base=None if values["base"] is None else resolve(str(values["base"]), launch),
         planted=_share("planted", _first(values["planted"], sweep.get("planted"))),
         logprobs=bool(values["decode"]["logprobs"]),
         shared_cache=values["decode"]["cache"] == "shared",

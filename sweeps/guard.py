@@ -326,6 +326,11 @@ class PointGuard:
             original = next((a for a in self.job.arms if a.config == arm.config and not (a.aa or a.options)), None)
             return self._of(original, phase) if original else {}
         if self.shared is not None and self.shared.synthetic:
+            if "checkout" in arm.options:
+                # Layers can be looked into in this process only, and its engine is the head's.
+                if arm.name != "head":
+                    return {}
+                arm = replace(arm, options={})
             return self._once(arm, "", phase=phase, make=lambda: self._layers(arm, phase))
         checks = []
         for contrast in self.job.contrasts:

@@ -27,6 +27,7 @@ from sweeps.points import APART, Arm, Contrast, Job, Point
 from sweeps.rows import RowError
 from sweeps.session import warm_seconds
 from sweeps.store import RETRY, Store, read_job
+from sweeps.subjects import remote
 from sweeps.subjects.openai import Address
 
 STRAIGHT_CHUNKS = 4
@@ -168,6 +169,8 @@ def _expanded(arm: Arm, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _arms(request: Request) -> tuple[list[Arm], list[Contrast]]:
     """Arms in order: reference, others, baseline, A/A. Every engine arm is a checked EngineConfig."""
+    if request.base is not None:
+        return _base_head(request, request.base)
     if request.sweep == "calibrate":
         return _calibration(request)
     engine_arms = _family(request) or [_engine_arm(request)]
@@ -191,12 +194,33 @@ def _calibration(request: Request) -> tuple[list[Arm], list[Contrast]]:
     return _with_planted(request, arms, contrasts)
 
 
+def _base_head(request: Request, base: Path) -> tuple[list[Arm], list[Contrast]]:
+    """The engine of another checkout and this one's under the same settings, each in a process of its own.
+
+    The A/A arm has a process of its own too, since two processes of one program differ by more than two engines in one.
+    """
+    if request.ablation["name"] != "none":
+        raise PlanError(f"base= and ablation={request.ablation['name']} are two questions: leave one out")
+    if request.shared_cache:
+        raise PlanError("base= keeps each engine's state in its process: use decode.cache=own")
+    remote.check_checkout(base)
+    plain = _engine_arm(request)
+    folders = {"base": (base, ""), "head": (remote.ROOT, ""), "head.again": (remote.ROOT, "again")}
+    arms = []
+    for name, (folder, process) in folders.items():
+        options = {"checkout": str(folder), "process": process}
+        same = _digest({"config": plain.hash, "code": remote.code_hash(folder)})
+        arms.append(dataclasses.replace(plain, name=name, options=options, hash=same, aa=bool(process)))
+    contrasts = [Contrast("head vs base", "head", "base"), Contrast("A/A", "head.again", "head")]
+    return _with_planted(request, arms, contrasts)
+
+
 def _with_planted(request: Request, arms: list[Arm], contrasts: list[Contrast]) -> tuple[list[Arm], list[Contrast]]:
     """One more arm, the first one slowed, where that was asked for."""
     if request.planted is None:
         return arms, contrasts
     first, share = arms[0], f"{request.planted:.3g}"
-    options = {"slowdown": 1 + request.planted}
+    options = {**first.options, "slowdown": 1 + request.planted}
     slowed = dataclasses.replace(
         first, name=f"{first.name}.slowed", options=options, hash=_digest({"arm": first.hash, **options})
     )
@@ -363,7 +387,11 @@ class _Planner:
     def memory(self, frontier: int, arms: int | None = None) -> Memory:
         """Bytes at a frontier with the arms that are alive at once there."""
         live = arms or (1 if self.serial else sum(arm.subject not in APART for arm in self.arms))
-        return memory(self.model.config, self.machine, frontier, live, self.chunk, self.model.weights_bytes)
+        weights = self.model.weights_bytes
+        processes = len({str(arm.options.get("checkout")) + str(arm.options.get("process")) for arm in self.arms})
+        # Engines in processes of their own each hold the weights.
+        held = weights * processes if weights and self.request.base is not None else weights
+        return memory(self.model.config, self.machine, frontier, live, self.chunk, held)
 
     # -- time ----------------------------------------------------------------------------------------
 

@@ -517,7 +517,9 @@ class Session:
         live.subject.reset_executed()
         with time_limit(self._cap - spent_ns / 1e9):
             row = work()
-        row.peak_bytes, row.active_bytes = self.tools.device.memory()
+        # An engine in a process of its own has an allocator of its own.
+        memory = getattr(live.subject, "memory", self.tools.device.memory)
+        row.peak_bytes, row.active_bytes = memory()
         row.footprint_bytes = psutil.Process().memory_info().rss
         row.executed = live.subject.executed()
         other = same_path(row.check, row.executed) if row.check else None

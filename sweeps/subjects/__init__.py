@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sweeps.points import APART, Arm, Job
 from sweeps.subjects.base import Subject, SubjectError
@@ -26,8 +26,10 @@ def share(job: Job) -> Shared | None:
     kinds = {arm.subject for arm in job.arms}
     if not kinds & {"engine", "mlx_lm"}:
         return None
-    from sweeps.subjects.shared import Shared
+    from sweeps.subjects.shared import Shared, SharedElsewhere
 
+    if any("checkout" in arm.options for arm in job.arms):
+        return SharedElsewhere(job.model, baseline="mlx_lm" in kinds)
     return Shared(job.model, baseline="mlx_lm" in kinds)
 
 
@@ -56,7 +58,7 @@ def make(arm: Arm, job: Job, shared: Shared | None = None, sleep: Sleep | None =
     if arm.subject == "mlx_lm":
         return _mlx_lm(arm, shared)
     if arm.subject == "engine":
-        return _engine(arm, shared)
+        return _engine(arm, job, shared)
     known = ", ".join(["engine", "mlx_lm", "stub", *sorted(APART)])
     raise SubjectError(f"arm {arm.name}: unknown subject {arm.subject!r}; known: {known}")
 
@@ -74,14 +76,18 @@ def reachable(job: Job) -> None:
             openai.check(arm)
 
 
-def _engine(arm: Arm, shared: Shared) -> Subject:
+def _engine(arm: Arm, job: Job, shared: Shared) -> Subject:
     from sweeps.clock import SystemClock
     from sweeps.subjects.engine import EngineSubject
+    from sweeps.subjects.remote import Remote
     from sweeps.subjects.slowed import Slowed
 
-    subject = EngineSubject.from_arm(arm, shared)
+    subject: Subject = Remote(arm, job) if "checkout" in arm.options else EngineSubject.from_arm(arm, shared)
     slowdown = arm.options.get("slowdown")
-    return subject if slowdown is None else Slowed(subject, float(slowdown), SystemClock())
+    if slowdown is None:
+        return subject
+    # It passes on what it does not change, which a type checker cannot see.
+    return cast(Subject, Slowed(subject, float(slowdown), SystemClock()))
 
 
 def _mlx_lm(arm: Arm, shared: Shared) -> Subject:

@@ -201,6 +201,24 @@ class Shared:
         mx.clear_cache()
 
 
+class SharedElsewhere(Shared):
+    """The model of a job whose engines live in other processes: here its weights are loaded only if asked for."""
+
+    def facts(self) -> dict[str, Any]:
+        """As `Shared.facts`, from headers and geometry alone."""
+        return {
+            "name": self.spec.get("name"),
+            "path": str(self.path) if self.path else None,
+            "repo": self.spec.get("repo"),
+            "revision": self.spec.get("revision"),
+            "config_hash": self.config.hash(),
+            "weights_hash": self.inventory.weights_hash if self.inventory else f"seed {self.spec.get('seed', 0)}",
+            "bytes": self.spec.get("weights_bytes"),
+            "synthetic": self.synthetic,
+            "real_vocab": self.real_vocab,
+        }
+
+
 class _LayersOnDemand(Sequence[Layer]):
     """Layers of weights that are made anew for each, so that only the last one asked for is held."""
 

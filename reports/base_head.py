@@ -1,0 +1,83 @@
+"""Base against head in one command: measure both checkouts alternately, confirm what looks slower, judge.
+
+The measuring is `python -m sweeps base=CHECKOUT`, in a process of its own; a report never loads MLX.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from reports.gate import Answer
+from reports.gate import gate as judge
+from reports.load import ReportError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SETTINGS = ("sessions=5",)
+"""Settings of the sweep unless others are given: sessions are what a slowdown is tested over."""
+
+FRESH_SEED = 1_000_003
+"""Added to the seed of the confirmation, whose prompts and order are new too."""
+
+Measure = Callable[[Sequence[str]], int]
+"""Runs the sweep with the given words and returns its exit code."""
+
+
+def gate(
+    base: Path,
+    work: Path | None = None,
+    settings: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    measure: Measure | None = None,
+) -> Answer:
+    """Measure this checkout against `base`, again on fresh sessions where something looks slower, and judge.
+
+    Args:
+        base: another checkout of this repository, or of any that has a ``lilybench_subject.py``.
+        work: folder for the two run folders; a new one under reports/runs by default.
+        settings: ``key=value`` words for the sweep.
+
+    Raises:
+        ReportError: `base` is no folder, or a sweep refused its settings.
+    """
+    if not base.is_dir():
+        raise ReportError(f"{base}: no such checkout; git worktree add {base} BRANCH makes one")
+    if work is None:
+        runs = Path.cwd() / "reports" / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix="gate-", dir=runs))
+    measure = measure or _sweep
+    words = [f"base={base.resolve()}", *with_defaults(settings)]
+    first = work.resolve() / "first"
+    _measured(measure, [*words, f"run_dir={first}"], first)
+    answer = judge(first, ignore=ignore)
+    if not answer.suspects:
+        return answer
+    print(f"looks slower, measuring again: {', '.join(answer.suspects)}", file=sys.stderr)
+    seed = next((int(w.removeprefix("seed=")) for w in words if w.startswith("seed=")), 0) + FRESH_SEED
+    again = work.resolve() / "confirmation"
+    fresh = [w for w in words if not w.startswith("seed=")]
+    _measured(measure, [*fresh, f"seed={seed}", f"run_dir={again}"], again)
+    return judge(first, [again], ignore=ignore)
+
+
+def with_defaults(given: Sequence[str]) -> list[str]:
+    """`SETTINGS` with what was given in their place."""
+    keys = {word.split("=", 1)[0] for word in given}
+    return [*(word for word in SETTINGS if word.split("=", 1)[0] not in keys), *given]
+
+
+def _measured(measure: Measure, words: Sequence[str], run: Path) -> None:
+    code = measure(words)
+    # A failed point is a doubt that the rows tell; without rows there is nothing to judge.
+    if code == 2 or not (run / "runs.jsonl").is_file():
+        raise ReportError(f"python -m sweeps {' '.join(words)} ended with code {code} and left no rows to judge")
+
+
+def _sweep(words: Sequence[str]) -> int:
+    # The report's path belongs to the sweep; stdout here is the gate's.
+    return subprocess.run([sys.executable, "-m", "sweeps", *words], cwd=ROOT, stdout=sys.stderr.fileno()).returncode
