@@ -61,7 +61,7 @@ def resampled(noise: dict, runs: int, sessions: int, blocks: int, seed: int, pro
     residuals = np.stack([values[:length] - np.mean(values[:length]) for values in series])
     # Taking the mean out of a short series takes scatter with it, which is given back.
     residuals *= math.sqrt(length / (length - 1))
-    # A segment as long as its series would sum to nothing, since the mean is out; four blocks tell nothing of neighbours.
+    # A segment as long as its series would sum to nothing, since the mean is out.
     segment = min(SEGMENT, max(1, length // 4))
     segments = math.ceil(blocks / segment)
     source = rng.integers(len(residuals), size=(runs, sessions, 1, 1))

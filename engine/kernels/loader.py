@@ -209,9 +209,8 @@ def function(kernel: Kernel, device: str) -> Any:
 
 
 def cache_folder() -> Path:
-    """Where kernel texts lie for compilers that read files: under ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lilybench" / "kernels"
+    """Where kernel texts lie for compilers that read files."""
+    return Path.home() / ".cache" / "lilybench" / "kernels"
 
 
 def by_reference(kernel: Kernel, folder: Path) -> tuple[str, str]:
