@@ -277,12 +277,23 @@ class DecodeConfig:
 
 @dataclass
 class SpeculativeConfig:
-    """drafter: ``"off"``, ``"mtp"``, ``"ngram"`` or ``"model"``; depth in drafted tokens."""
+    """Drafting tokens and verifying several in one pass.
+
+    drafter: ``"off"``, ``"mtp"`` (the checkpoint's head), ``"ngram"`` (lookup in the context) or ``"model"`` (a
+    second engine). depth: tokens drafted, 1 to 7; with `adaptive` the most. draft_vocab: tokens that ``mtp`` may draft,
+    the most frequent ones (0 = all). exact_verify: rows one at a time through the plain step, so that not
+    even near-ties differ. rollback: how wrong rows are taken back: ``"replay"`` the right ones' recurrences, keep
+    the ``"states"`` after every row, or ``"best"`` by cost. force: ``"none"``, or the probability 0 to 1 with which each
+    draft is accepted whatever the model says: for measuring costs, the text is then meaningless.
+    """
 
     drafter: Literal["off", "mtp", "ngram", "model"] = "off"
     depth: int = 1
     draft_vocab: int = 0
     adaptive: bool = False
+    exact_verify: bool = False
+    rollback: Literal["best", "replay", "states"] = "best"
+    force: str = "none"
 
 
 @dataclass
@@ -348,7 +359,7 @@ def _build(cls: Any, values: dict[str, Any], where: str) -> Any:
                 raise ConfigError(f"{where}.{name}={value!r}: must be one of {', '.join(map(str, allowed))}")
             made[name] = value
         else:
-            if kind is str and isinstance(value, int) and not isinstance(value, bool):
+            if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
                 value = str(value)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise ConfigError(f"{where}.{name}={value!r}: must be of type {kind.__name__}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +24,7 @@ from engine.folded import FoldedModel
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
 from engine.sampling import Sampling, sample
+from engine.speculative import Costs, Counts, Speculator
 from engine.weights import Weights
 
 Progress = Callable[[int, int], None]
@@ -42,6 +45,8 @@ class Engine:
         config: architecture. weights: loaded, synthetic, or borrowed from another model.
         engine: every optimisation. vocabulary: ids below it are real (default: all of ``vocab_size``).
         dtype: activation type; default by device (`activation_dtype`).
+        draft: the second engine of ``speculative.drafter="model"``. costs: of rows and drafts, measured on this chip.
+        frequent: ids by falling frequency, for ``speculative.draft_vocab``.
 
     Raises:
         VariantUnsupported: a named variant or a combination of settings that cannot run here.
@@ -54,6 +59,9 @@ class Engine:
         engine: EngineConfig | None = None,
         vocabulary: int | None = None,
         dtype: mx.Dtype | None = None,
+        draft: Engine | None = None,
+        costs: Costs | None = None,
+        frequent: Sequence[int] | None = None,
     ):
         self.config, self.engine = config, engine or EngineConfig()
         self.dtype = dtype or activation_dtype()
@@ -65,6 +73,11 @@ class Engine:
         self.trace = self._trace()
         self._steps: dict[tuple[int, bool], tuple[Callable[[], mx.array], dict]] = {}
         self._layers: dict[tuple[int, int], tuple[Callable[..., Any], dict]] = {}
+        self.speculator: Speculator | None = None
+        if self.engine.speculative.drafter != "off":
+            self.speculator = Speculator(self, draft, costs, frequent)
+            if self.speculator.wants_hidden:
+                self.cache.state["hidden"] = mx.zeros((1, 1, config.hidden_size), self.dtype)
 
     def _trace(self) -> str:
         wanted, host = self.engine.decode.trace, [b.op.name for b in self.ops.all() if b.reads_host]
@@ -96,6 +109,12 @@ class Engine:
     def reset(self) -> None:
         """Forget the sequence."""
         self.cache.reset()
+        self._forget_drafts()
+
+    def _forget_drafts(self) -> None:
+        """The drafter starts afresh behind a cache whose tokens it has not seen."""
+        if self.speculator is not None:
+            self.speculator.restore(None, self.position)
 
     def prefill(self, tokens: Sequence[int], last: bool = True, progress: Progress | None = None) -> int | None:
         """Append `tokens` in chunks of `prefill.chunk`; drained on return.
@@ -127,6 +146,8 @@ class Engine:
                 if before is not None:
                     # At most two chunks in flight: the host would run ahead and hold the scratch of all of them.
                     mx.eval(before)
+        if self.speculator is not None:
+            mx.eval(self.speculator.arrays())
         if not last:
             return None
         assert h is not None
@@ -142,6 +163,8 @@ class Engine:
         view = ExactView(self.cache, len(tokens))
         h = self.model(mx.array(list(tokens), dtype=mx.uint32), view, self._boundary())
         self.cache.advance(len(tokens))
+        if self.speculator is not None:
+            self.speculator.observe(tokens, h if self.speculator.wants_hidden else None)
         return h
 
     def _boundary(self) -> Boundary:
@@ -170,12 +193,15 @@ class Engine:
 
     def _give_up(self, what: str) -> NoReturn:
         self.cache.wipe()
+        self._forget_drafts()
         raise NonFinite(f"{what} is not finite; the weights or a kernel are wrong")
 
     # -- decode ----------------------------------------------------------------------------
 
     def decode(self, first: int, count: int, clock: Callable[[], int] | None = None) -> list[int] | tuple:
         """Greedy-decode `count` tokens after feeding `first`; end-of-sequence is ignored; drained on return.
+
+        With a drafter the tokens of one verification are handed over together.
 
         Args:
             clock: if given, read at the hand-over of each token.
@@ -184,6 +210,8 @@ class Engine:
             The ids, or ``(ids, stamps)`` with a clock.
         """
         self._room(count)
+        if self.speculator is not None:
+            return self._decode_drafted(self.speculator, first, count, clock)
         self.cache.state["token"] = mx.array([first], dtype=mx.uint32)
         ids: list[int] = []
         stamps: list[int] = []
@@ -196,6 +224,18 @@ class Engine:
         while pending:
             self._hand_over(pending, ids, stamps, clock)
         mx.eval(self.cache.arrays())
+        self._all_finite()
+        return (ids, stamps) if clock is not None else ids
+
+    def _decode_drafted(self, speculator: Speculator, first: int, count: int, clock: Any) -> list[int] | tuple:
+        ids: list[int] = []
+        stamps: list[int] = []
+        for token in speculator.stream(first, count):
+            ids.append(token)
+            if clock is not None:
+                stamps.append(clock())
+            self.ops.recorder.record("token_feedback", self.engine.decode.feedback)
+        mx.eval(self.cache.arrays(), speculator.arrays())
         self._all_finite()
         return (ids, stamps) if clock is not None else ids
 
@@ -213,11 +253,19 @@ class Engine:
         Returns:
             The next token, uint32 ``[1]``, still in flight.
         """
-        return self._advance(scores=False)
+        return self._observed(scores=False)
 
     def score(self) -> mx.array:
         """Submit one step and return its logits ``[1, vocabulary]`` in flight; the caller sets the next token."""
-        return self._advance(scores=True)
+        return self._observed(scores=True)
+
+    def _observed(self, scores: bool) -> mx.array:
+        """A step that the drafter, if there is one, is told of."""
+        fed = self.cache.state["token"]
+        out = self._advance(scores)
+        if self.speculator is not None:
+            self.speculator.observe([fed], self.cache.state.get("hidden"))
+        return out
 
     def _advance(self, scores: bool) -> mx.array:
         self.cache.reserve(self.position + 1)
@@ -250,6 +298,8 @@ class Engine:
             token, finite = self.model.choose(h)
         # Read back when the tokens are.
         state["finite"] = state["finite"] & finite
+        if "hidden" in state:
+            state["hidden"] = h
         if scores:
             assert logits is not None
             return logits
@@ -357,11 +407,12 @@ class Engine:
         sampling: Sampling = Sampling(),
         seed: int | None = None,
         stop_ids: Sequence[int] = (),
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Continue the cached sequence with `tokens`, then yield up to `max_tokens` ids.
 
         A stop id ends the stream and is not yielded. The token stays on the device from draw to feed; the next
-        step is submitted before the last token is read.
+        step is submitted before the last token is read. With a drafter, sampled tokens have the same distribution as
+        without, but a seed gives other ones.
 
         Raises:
             ValueError: as `prefill`. NonFinite: a step's logits are NaN or infinite.
@@ -372,6 +423,15 @@ class Engine:
         if len(tokens) > 1:
             self.prefill(tokens[:-1], last=False)
         self._check(tokens[-1:])
+        if self.speculator is not None:
+            # Greedy drafting needs no key.
+            keyed = key if sampling.temperature else None
+            with closing(self.speculator.stream(tokens[-1], limit, sampling, keyed, stops)) as made:
+                for token in made:
+                    if token in stops:
+                        return
+                    yield token
+            return
         self.cache.state["token"] = mx.array([tokens[-1]], dtype=mx.uint32)
         draw = self._draws(sampling, key)
         ahead = next(draw) if limit > 0 else None
@@ -421,12 +481,15 @@ class Engine:
     # -- state -----------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """A restore point; nothing is copied."""
-        return self.cache.snapshot()
+        """A restore point; nothing on the device is copied."""
+        made = self.cache.snapshot()
+        return made if self.speculator is None else replace(made, drafts=self.speculator.snapshot())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Back to a snapshot of this sequence."""
         self.cache.restore(snapshot)
+        if self.speculator is not None:
+            self.speculator.restore(snapshot.drafts, snapshot.position)
 
     def export_state(self) -> dict[str, mx.array]:
         """Copies in canonical form (`Cache.export`)."""
@@ -435,6 +498,7 @@ class Engine:
     def import_state(self, arrays: dict[str, mx.array]) -> None:
         """Replace the sequence by canonical arrays."""
         self.cache.load(arrays)
+        self._forget_drafts()
 
     def save(self, path: Path, tokens: Sequence[int] = ()) -> None:
         """Write the sequence's state as safetensors."""
@@ -442,7 +506,9 @@ class Engine:
 
     def load(self, path: Path) -> list[int]:
         """Read what `save` wrote; returns its tokens."""
-        return self.cache.read(path)
+        tokens = self.cache.read(path)
+        self._forget_drafts()
+        return tokens
 
     def layer(
         self, index: int, h: mx.array, state: tuple[mx.array, mx.array] | None = None, position: int = 0
@@ -479,14 +545,21 @@ class Engine:
     def executed(self) -> list[dict[str, Any]]:
         """``[{op, variant, tile, calls}]`` since the last reset.
 
-        Beside the ops: ``prefill_pass`` (its submission and chunk), ``decode_step`` (how it was traced) and
-        ``token_feedback`` (where the token came from).
+        Beside the ops: ``prefill_pass`` (its submission and chunk), ``decode_step`` (how it was traced),
+        ``token_feedback`` (where the token came from), and with a drafter ``draft`` (its depth), ``verify`` (its rows)
+        and ``rollback``.
         """
         return self.ops.recorder.executed()
 
     def reset_executed(self) -> None:
         """Start counting anew."""
         self.ops.recorder.reset()
+        if self.speculator is not None:
+            self.speculator.counts = Counts()
+
+    def speculation(self) -> dict[str, Any] | None:
+        """What drafting did since the last reset (`Counts`), or None without a drafter."""
+        return None if self.speculator is None else self.speculator.counts.to_dict()
 
     def chosen(self) -> dict[str, str]:
         """Variant by op, and how a step is traced."""

@@ -105,11 +105,35 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
         raise VariantUnsupported("decode_attention", f"min_context {attention.min_context}", reason)
     if config.cache.layout != "contiguous":
         raise VariantUnsupported("cache", config.cache.layout, "no variant of this build reads a paged cache")
-    if config.speculative.drafter != "off":
-        raise VariantUnsupported("speculative", config.speculative.drafter, "this build has no drafter")
+    _check_speculative(config)
     if config.overlap:
         raise VariantUnsupported("overlap", "on", "this build runs the phases of a layer in order")
     return bound
+
+
+def _check_speculative(config: EngineConfig) -> None:
+    """Raise `VariantUnsupported` for settings of drafting that cannot go together on any device."""
+    s = config.speculative
+
+    def refuse(setting: str, reason: str) -> VariantUnsupported:
+        return VariantUnsupported("speculative", setting, reason)
+
+    try:
+        forced = 0.0 if s.force == "none" else float(s.force)
+    except ValueError:
+        forced = -1.0
+    if not 0 <= forced <= 1:
+        raise refuse(f"force {s.force}", "it takes none, or a probability from 0 to 1")
+    if s.depth >= DECODE_ROWS:
+        reason = f"a token and its drafts are verified in one pass of at most {DECODE_ROWS} rows; take 1 to 7"
+        raise refuse(f"depth {s.depth}", reason)
+    if s.drafter == "off":
+        return
+    if s.draft_vocab and s.drafter != "mtp":
+        raise refuse(f"draft_vocab {s.draft_vocab}", f"{s.drafter} has no output matrix of its own to trim; take mtp")
+    if config.decode.logprobs:
+        reason = "decode.logprobs is a step's extra work, and a verification is no such step; turn one of them off"
+        raise refuse(s.drafter, reason)
 
 
 FOLDED = {
