@@ -264,7 +264,9 @@ def _place(group: list[RunRow]) -> dict[str, str]:
     run = group[0]
     days = sorted({str(r.started)[:10] for r in group})
     kind = facts.device_kind(run)
-    weights = "synthetic (random)" if facts.is_synthetic(run) else "toy" if facts.is_toy(run) else "as published"
+    weights = (
+        "synthetic (random)" if facts.is_synthetic(run) else "small, trained" if facts.is_toy(run) else "as published"
+    )
     wheel = facts.lookup(run.machine, ("mlx-metal wheel", "mlx-cuda-13 wheel", "mlx-cuda-12 wheel", "mlx-cpu wheel"))
     memory = facts.finite(facts.lookup(run.machine, ("memory", "memory_bytes", "memory_size", "ram")))
     return {
