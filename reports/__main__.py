@@ -132,6 +132,9 @@ def _gate(arguments: argparse.Namespace) -> int:
     else:
         baseline = kept.find(arguments.baseline, arguments.gated) if arguments.baseline else None
         answer = gate(arguments.gated, arguments.confirm, baseline, arguments.ignore, arguments.accept)
+    for doubt in answer.doubts:
+        if doubt.kind in ("unreadable", "other schema"):
+            print(f"reports: {doubt.where}", file=sys.stderr)
     print("\n".join(announce.announce(answer, arguments.strict, arguments.junit, arguments.summary)))
     if answer.code == 2 and arguments.neutral:
         print("neutral: this run decides nothing", file=sys.stderr)

@@ -209,7 +209,9 @@ def _base_head(request: Request, base: Path) -> tuple[list[Arm], list[Contrast]]
     arms = []
     for name, (folder, process) in folders.items():
         options = {"checkout": str(folder), "process": process}
-        same = _digest({"config": plain.hash, "code": remote.code_hash(folder)})
+        # The role is part of it: two checkouts of equal code are still two sides, not an arm and its repeat.
+        role = "base" if name == "base" else "head"
+        same = _digest({"config": plain.hash, "code": remote.code_hash(folder), "role": role})
         arms.append(dataclasses.replace(plain, name=name, options=options, hash=same, aa=bool(process)))
     contrasts = [Contrast("head vs base", "head", "base"), Contrast("A/A", "head.again", "head")]
     return _with_planted(request, arms, contrasts)
