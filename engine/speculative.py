@@ -18,6 +18,7 @@ al., arXiv:2302.01318).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -66,18 +67,24 @@ class Costs:
         if min(self.draft, self.replay, self.states) < 0:
             raise ValueError("costs must not be negative")
 
-    def step(self, depth: int) -> float:
-        """A step with `depth` drafts."""
-        return self.rows[depth] + depth * self.draft
+    def step(self, depth: int, right: float = 1.0) -> float:
+        """A step with `depth` drafts, all of them right with probability `right`."""
+        if depth == 0:
+            return 1.0
+        return self.rows[depth] + depth * self.draft + (depth + 1) * self.states + (1 - right) * self.replay
+
+    def taking_back_by(self, rollback: str) -> Costs:
+        """The same with only one of the two ways of taking rows back."""
+        return dataclasses.replace(self, **({"replay": 0.0} if rollback == "states" else {"states": 0.0}))
 
 
 GUESSED = {
     "metal": Costs((1, 1.25, 1.45, 1.65, 1.9, 2.1, 2.35, 2.6), draft=0.15),
     "cuda": Costs((1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4), draft=0.15),
-    "cpu": Costs((1, 1.7, 2.4, 3.1, 3.8, 4.5, 5.2, 5.9), draft=0.2),
+    "cpu": Costs((1, 1.75, 2.5, 3.3, 4.1, 4.85, 5.6, 6.4), draft=0.28, replay=0.2),
 }
 """Guesses by kind of device, to be replaced by what was measured on the chip: rows that go to different experts read
-different weights, so a row more is far from free."""
+different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model."""
 
 DRAFT_COST = {"mtp": 1.0, "ngram": 0.0, "model": 2.0}
 """The guessed cost of a draft by drafter, as a multiple of `Costs.draft`."""
@@ -94,13 +101,13 @@ def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
 
 def break_even(costs: Costs, depth: int) -> float | None:
     """The acceptance (equal at every position) from which `depth` drafts are no loss; None if not even all right is."""
-    price = costs.step(depth)
-    if price > depth + 1:
+    if costs.step(depth) > depth + 1:
         return None
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if expected_tokens([middle] * depth, depth) >= price else (middle, high)
+        pays = expected_tokens([middle] * depth, depth) >= costs.step(depth, middle**depth)
+        low, high = (low, middle) if pays else (middle, high)
     return high
 
 
@@ -138,8 +145,9 @@ class DepthController:
     def best(self) -> int:
         """The depth with the most tokens for its cost; 0 where none gains the margin."""
         rates = self.acceptance()
-        gain = [expected_tokens(rates, d) / self.costs.step(d) for d in range(self.most + 1)]
-        depth = max(range(self.most + 1), key=gain.__getitem__)
+        depths = range(self.most + 1)
+        gain = [expected_tokens(rates, d) / self.costs.step(d, math.prod(rates[:d])) for d in depths]
+        depth = max(depths, key=gain.__getitem__)
         return depth if gain[depth] >= self.MARGIN else 0
 
     def can_pay(self) -> bool:
@@ -285,11 +293,12 @@ class NgramDrafter:
     def lookup(self, history: Sequence[int], token: int, depth: int) -> list[int] | None:
         """The same, as ids."""
         self._index(history)
-        text = [*history[-max(self.LENGTHS) :], token]
+        text = [*history[-max(self.LENGTHS) - 1 :], token]
         for length in self.LENGTHS:
             if len(text) < length:
                 continue
-            start = self._ends.get(tuple(text[-length:]))
+            # The group that ends just before the token is not in the table yet: a run of equal tokens.
+            start = len(history) if text[-length - 1 : -1] == text[-length:] else self._ends.get(tuple(text[-length:]))
             if start is not None:
                 made: list[int] = []
                 for i in range(start, start + depth):
@@ -773,11 +782,14 @@ class Speculator:
         if costs is None:
             guess = GUESSED[engine.device]
             costs = dataclasses.replace(guess, draft=guess.draft * DRAFT_COST[name])
-        self.costs = costs
         self.drafter = self._drafter(name, draft, frequent)
-        self.wants_hidden = name == "mtp"
-        self.verifier = Verifier(engine, self._rollback(), self.config.exact_verify, self.wants_hidden)
-        self.controller = DepthController(costs, self.config.depth) if self.config.adaptive else None
+        rollback = self._rollback(costs)
+        self.costs = costs.taking_back_by(rollback)
+        self.controller = DepthController(self.costs, self.config.depth) if self.config.adaptive else None
+        # Where no depth can pay even the head's own pass over the prompt is saved.
+        self.idle = self.controller is not None and not self.controller.can_pay()
+        self.wants_hidden = name == "mtp" and not self.idle
+        self.verifier = Verifier(engine, rollback, self.config.exact_verify, self.wants_hidden)
         self.judge: Callable[[Sequence[int], Sequence[int]], int] = agreed
         self.counts = Counts()
         self._history: list[int | mx.array] = []
@@ -801,16 +813,18 @@ class Speculator:
             frequent = (range(engine.vocabulary) if frequent is None else frequent)[:most]
         return MtpDrafter(engine.model, engine.dtype, engine.engine.cache.step, frequent if most else None)
 
-    def _rollback(self) -> str:
+    def _rollback(self, costs: Costs) -> str:
         """The named way of taking rows back, or the cheaper: `states` costs on every row, `replay` on a rejection."""
         if self.config.rollback != "best":
             return self.config.rollback
-        return "states" if self.costs.states * (self.config.depth + 1) < self.costs.replay else "replay"
+        return "states" if costs.states * (self.config.depth + 1) < costs.replay else "replay"
 
     # -- the sequence ----------------------------------------------------------------------
 
     def observe(self, tokens: Sequence[int | mx.array], hidden: mx.array | None) -> None:
         """Rows that entered the cache: their tokens (on the host or ``[1]`` on the device) and hidden rows."""
+        if self.idle:
+            return
         self._history += tokens
         self.drafter.observe(tokens, hidden)
 
