@@ -70,6 +70,107 @@ HELPER To as_type(From from) {
   return to;
 }
 
+// Matrix tiles; what they are is said below, with what both targets share.
+template <typename T>
+struct left_tile {
+  uint pair[4];
+};
+template <typename T>
+struct right_tile {
+  uint pair[2];
+};
+struct sum_tile {
+  float number[4];
+};
+HELPER uint tile_row(uint lane) { return lane >> 2; }
+HELPER uint tile_column(uint lane) { return (lane & 3u) * 2u; }
+HELPER ushort tile_row_mask(int i) { return ushort(4 << i); }
+HELPER uint right_row(uint lane, uint i) { return tile_column(lane) + (i & 1u) + (i >> 1) * 8u; }
+HELPER uint right_column(uint lane, uint) { return tile_row(lane); }
+template <typename T>
+HELPER void left_set(left_tile<T>& tile, int i, int j, uint pair) { tile.pair[i + 2 * j] = pair; }
+template <typename T>
+HELPER void right_set(right_tile<T>& tile, int i, uint pair) { tile.pair[i] = pair; }
+template <typename T>
+HELPER uint right_get(const right_tile<T>& tile, int i) { return tile.pair[i]; }
+HELPER float sum_get(const sum_tile& tile, int i) { return tile.number[i]; }
+HELPER void sum_set(sum_tile& tile, int i, float number) { tile.number[i] = number; }
+
+#define TILE_PRODUCT(type, name)                                                                                  \
+  HELPER void tile_multiply(sum_tile& sum, const left_tile<type>& left, const right_tile<type>& right) {          \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." name "." name ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
+        "{%0, %1, %2, %3};"                                                                                       \
+        : "+f"(sum.number[0]), "+f"(sum.number[1]), "+f"(sum.number[2]), "+f"(sum.number[3])                      \
+        : "r"(left.pair[0]), "r"(left.pair[1]), "r"(left.pair[2]), "r"(left.pair[3]), "r"(right.pair[0]),         \
+          "r"(right.pair[1]));                                                                                    \
+  }
+TILE_PRODUCT(bfloat16_t, "bf16")
+TILE_PRODUCT(float16_t, "f16")
+
+HELPER uint tile_pair(float low, float high, bfloat16_t) {
+  return as_type<uint>(__floats2bfloat162_rn(low, high));
+}
+HELPER uint tile_pair(float low, float high, float16_t) { return as_type<uint>(__floats2half2_rn(low, high)); }
+
+// Sums lie transposed to a right tile; one instruction turns 8 × 8 numbers of 16 bits over.
+template <typename T>
+HELPER void right_from_sums(right_tile<T>& tile, const sum_tile& sum) {
+  UNROLL for (int i = 0; i < 2; ++i) {
+    const uint pair = tile_pair(sum.number[2 * i], sum.number[2 * i + 1], T());
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(tile.pair[i]) : "r"(pair));
+  }
+}
+
+template <typename T>
+HELPER uint tile_two(const T* from, uint apart) {
+  return uint(as_type<ushort>(from[0])) | uint(as_type<ushort>(from[apart])) << 16;
+}
+template <bool TRANSPOSED, typename T>
+HELPER void left_load(left_tile<T>& tile, const T* from, uint ld, uint lane) {
+  UNROLL for (uint i = 0u; i < 4u; ++i) {
+    const uint row = tile_row(lane) + (i & 1u) * 8u, column = tile_column(lane) + (i >> 1) * 8u;
+    tile.pair[i] = TRANSPOSED ? tile_two(from + column * ld + row, ld) : *(const uint*)(from + row * ld + column);
+  }
+}
+template <bool TRANSPOSED, typename T>
+HELPER void right_load(right_tile<T>& tile, const T* from, uint ld, uint lane) {
+  UNROLL for (uint i = 0u; i < 2u; ++i) {
+    const uint row = right_row(lane, 2u * i), column = tile_row(lane);
+    tile.pair[i] = TRANSPOSED ? *(const uint*)(from + column * ld + row) : tile_two(from + row * ld + column, ld);
+  }
+}
+template <bool TRANSPOSED, typename T>
+HELPER void left_load_shared(left_tile<T>& tile, const T* from, uint ld, uint lane) {
+  const uint row = (lane & 7u) + (TRANSPOSED ? lane >> 4 : (lane >> 3) & 1u) * 8u;
+  const uint column = (TRANSPOSED ? (lane >> 3) & 1u : lane >> 4) * 8u;
+  const uint at = uint(__cvta_generic_to_shared(from + row * ld + column));
+  if constexpr (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(tile.pair[0]), "=r"(tile.pair[1]), "=r"(tile.pair[2]), "=r"(tile.pair[3]) : "r"(at) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(tile.pair[0]), "=r"(tile.pair[1]), "=r"(tile.pair[2]), "=r"(tile.pair[3]) : "r"(at) : "memory");
+  }
+}
+template <bool TRANSPOSED, typename T>
+HELPER void right_load_shared(right_tile<T>& tile, const T* from, uint ld, uint lane) {
+  const uint eight = ((lane >> 3) & 1u) * 8u;
+  const T* word = from + ((lane & 7u) + (TRANSPOSED ? 0u : eight)) * ld + (TRANSPOSED ? eight : 0u);
+  const uint at = uint(__cvta_generic_to_shared(word));
+  if constexpr (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+        : "=r"(tile.pair[0]), "=r"(tile.pair[1]) : "r"(at) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+        : "=r"(tile.pair[0]), "=r"(tile.pair[1]) : "r"(at) : "memory");
+  }
+}
+HELPER void sum_store_shared(const sum_tile& tile, float* to, uint ld, uint lane) {
+  UNROLL for (uint i = 0u; i < 4u; ++i) {
+    to[(tile_row(lane) + (i >> 1) * 8u) * ld + tile_column(lane) + (i & 1u)] = tile.number[i];
+  }
+}
+
 #define thread_position_in_threadgroup threadIdx
 #define threadgroup_position_in_grid blockIdx
 #define threads_per_threadgroup blockDim
@@ -89,6 +190,7 @@ HELPER To as_type(From from) {
 #else
 // ---- Metal ----
 #include <metal_stdlib>
+#include <metal_simdgroup_matrix>
 using namespace metal;
 
 #define HELPER static inline
@@ -104,6 +206,74 @@ HELPER float exp_of(float x) { return metal::precise::exp(x); }
 HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
 HELPER float sin_of(float x) { return metal::precise::sin(x); }
 HELPER float cos_of(float x) { return metal::precise::cos(x); }
+
+// Matrix tiles, as simdgroup matrices of 8 × 8. What a lane holds of one is the order in which MLX's own kernels have it.
+template <typename T>
+struct left_tile {
+  simdgroup_matrix<T, 8, 8> part[4];
+};
+template <typename T>
+struct right_tile {
+  simdgroup_matrix<T, 8, 8> part[2];
+};
+struct sum_tile {
+  simdgroup_matrix<float, 8, 8> part[2];
+};
+HELPER uint tile_row(uint lane) { return ((lane >> 1) & 3u) + ((lane >> 2) & 4u); }
+HELPER uint tile_column(uint lane) { return (lane & 1u) * 2u + ((lane >> 1) & 4u); }
+HELPER ushort tile_row_mask(int i) { return ushort(i < 2 ? 2 << i : 16); }
+HELPER uint right_row(uint lane, uint i) { return tile_row(lane) + (i >> 1) * 8u; }
+HELPER uint right_column(uint lane, uint i) { return tile_column(lane) + (i & 1u); }
+template <typename T>
+HELPER void set_pair(thread simdgroup_matrix<T, 8, 8>& part, uint pair) {
+  part.thread_elements()[0] = as_type<T>(ushort(pair & 0xffffu));
+  part.thread_elements()[1] = as_type<T>(ushort(pair >> 16));
+}
+template <typename T>
+HELPER void left_set(thread left_tile<T>& tile, int i, int j, uint pair) { set_pair(tile.part[i + 2 * j], pair); }
+template <typename T>
+HELPER void right_set(thread right_tile<T>& tile, int i, uint pair) { set_pair(tile.part[i], pair); }
+template <typename T>
+HELPER uint right_get(thread right_tile<T>& tile, int i) {
+  const uint low = uint(as_type<ushort>(T(tile.part[i].thread_elements()[0])));
+  return low | uint(as_type<ushort>(T(tile.part[i].thread_elements()[1]))) << 16;
+}
+HELPER float sum_get(thread sum_tile& tile, int i) { return tile.part[i / 2].thread_elements()[i % 2]; }
+HELPER void sum_set(thread sum_tile& tile, int i, float number) { tile.part[i / 2].thread_elements()[i % 2] = number; }
+
+template <typename T>
+HELPER void tile_multiply(thread sum_tile& sum, thread left_tile<T>& left, thread right_tile<T>& right) {
+  UNROLL for (int i = 0; i < 2; ++i) {
+    UNROLL for (int k = 0; k < 2; ++k) {
+      simdgroup_multiply_accumulate(sum.part[i], left.part[i + 2 * k], right.part[k], sum.part[i]);
+    }
+  }
+}
+template <typename T>
+HELPER void right_from_sums(thread right_tile<T>& tile, thread sum_tile& sum) {
+  UNROLL for (int i = 0; i < 4; ++i) tile.part[i / 2].thread_elements()[i % 2] = T(sum_get(sum, i));
+}
+
+#define TILE_LOADS(space, left, right)                                                                      \
+  template <bool TRANSPOSED, typename T>                                                                    \
+  HELPER void left(thread left_tile<T>& tile, const space T* from, uint ld, uint) {                         \
+    UNROLL for (uint i = 0u; i < 4u; ++i) {                                                                 \
+      const uint row = (i & 1u) * 8u, column = (i >> 1) * 8u;                                               \
+      const space T* block = from + (TRANSPOSED ? column * ld + row : row * ld + column);                   \
+      simdgroup_load(tile.part[i], block, ulong(ld), ulong2(0), TRANSPOSED);                             \
+    }                                                                                                       \
+  }                                                                                                         \
+  template <bool TRANSPOSED, typename T>                                                                    \
+  HELPER void right(thread right_tile<T>& tile, const space T* from, uint ld, uint) {                       \
+    UNROLL for (uint i = 0u; i < 2u; ++i) {                                                                 \
+      simdgroup_load(tile.part[i], from + i * 8u * (TRANSPOSED ? 1u : ld), ulong(ld), ulong2(0), TRANSPOSED); \
+    }                                                                                                       \
+  }
+TILE_LOADS(device, left_load, right_load)
+TILE_LOADS(threadgroup, left_load_shared, right_load_shared)
+HELPER void sum_store_shared(thread sum_tile& tile, threadgroup float* to, uint ld, uint) {
+  UNROLL for (uint i = 0u; i < 2u; ++i) simdgroup_store(tile.part[i], to + i * 8u * ld, ulong(ld));
+}
 #endif
 // ---- both ----
 
@@ -313,5 +483,39 @@ HELPER uint4 no_codes() {
 template <int LANES>
 HELPER float sum_lanes(float value) {
   UNROLL for (int mask = 1; mask < LANES; mask *= 2) value += simd_shuffle_xor(value, ushort(mask));
+  return value;
+}
+
+// ---- matrix tiles ----
+//
+// The unit is sums [16, 8] += left [16, 16] · right [16, 8], left and right of T (bfloat16_t or float16_t; float32 has no
+// tiles), sums of float32: one instruction on CUDA, four products of simdgroup matrices on Metal. All lanes of the
+// simdgroup take part in everything but `_set` and `_get`.
+//
+// Of a block of 8 × 8 a lane holds two numbers: row `tile_row`, columns `tile_column` and the next.
+//   left_set(tile, i, j, pair)   the pair of rows 8i … and columns 8j …, the first in the lower half
+//   sum_get, sum_set (tile, i)   number i % 2 of the rows 8 (i / 2) …
+//   right_set, right_get (tile, i)  numbers 2i and 2i + 1, where number n is row `right_row`, column `right_column` (lane, n)
+// Lanes with the same columns differ by `tile_row_mask` 0, 1 and 2.
+//
+// left_load, right_load <TRANSPOSED> (tile, from, ld, lane) read device memory, the forms with `_shared` threadgroup
+// memory: element (row, column) at from[row · ld + column], transposed at from[column · ld + row]. Rows in memory start
+// on 4 bytes in device memory and on 16 in threadgroup memory. sum_store_shared writes float32 likewise.
+// right_from_sums rounds sums to T as the right side of the next product.
+
+HELPER void sum_fill(thread sum_tile& tile, float number) {
+  UNROLL for (int i = 0; i < 4; ++i) sum_set(tile, i, number);
+}
+
+// The largest, and the sum, over lanes that hold the same columns.
+HELPER float tile_rows_max(float value) {
+  UNROLL for (int i = 0; i < 3; ++i) {
+    const float other = simd_shuffle_xor(value, tile_row_mask(i));
+    value = other > value ? other : value;
+  }
+  return value;
+}
+HELPER float tile_rows_sum(float value) {
+  UNROLL for (int i = 0; i < 3; ++i) value += simd_shuffle_xor(value, tile_row_mask(i));
   return value;
 }
