@@ -94,6 +94,7 @@ def _add_gate(commands: argparse._SubParsersAction) -> None:
     )
     gate.add_argument("--ignore", nargs="+", default=[], metavar="PATTERN", help="contrasts to leave out, and say so")
     gate.add_argument("--base", type=Path, metavar="CHECKOUT", help="measure this checkout against that one first")
+    gate.add_argument("--head", type=Path, metavar="CHECKOUT", help="with --base: hold this one against it instead")
     gate.add_argument("--work", type=Path, metavar="DIR", help="with --base: folder for its runs")
     gate.add_argument("--set", nargs="+", default=[], metavar="key=value", help="with --base: settings of the sweep")
     gate.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
@@ -128,7 +129,7 @@ def _gate(arguments: argparse.Namespace) -> int:
     if (arguments.gated is None) == (arguments.base is None):
         raise ReportError("gate takes a RUN, or --base CHECKOUT to measure one first")
     if arguments.base is not None:
-        answer = base_head.gate(arguments.base, arguments.work, arguments.set, arguments.ignore)
+        answer = base_head.gate(arguments.base, arguments.work, arguments.set, arguments.ignore, arguments.head)
     else:
         baseline = kept.find(arguments.baseline, arguments.gated) if arguments.baseline else None
         answer = gate(arguments.gated, arguments.confirm, baseline, arguments.ignore, arguments.accept)

@@ -32,6 +32,7 @@ def gate(
     work: Path | None = None,
     settings: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    head: Path | None = None,
     measure: Measure | None = None,
 ) -> Answer:
     """Measure this checkout against `base`, again on fresh sessions where something looks slower, and judge.
@@ -39,19 +40,22 @@ def gate(
     Args:
         base: another checkout of this repository, or of any that has a ``lilybench_subject.py``.
         work: folder for the two run folders; a new one under reports/runs by default.
+        head: the checkout that is held against it, instead of this one.
         settings: ``key=value`` words for the sweep.
 
     Raises:
         ReportError: `base` is no folder, or a sweep refused its settings.
     """
-    if not base.is_dir():
-        raise ReportError(f"{base}: no such checkout; git worktree add {base} BRANCH makes one")
+    for folder in (base, *([head] if head else [])):
+        if not folder.is_dir():
+            raise ReportError(f"{folder}: no such checkout; git worktree add {folder} BRANCH makes one")
     if work is None:
         runs = Path.cwd() / "reports" / "runs"
         runs.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix="gate-", dir=runs))
     measure = measure or _sweep
-    words = [f"base={base.resolve()}", *with_defaults(settings)]
+    sides = [f"base={base.resolve()}", *([f"head={head.resolve()}"] if head else [])]
+    words = [*sides, *with_defaults(settings)]
     first = work.resolve() / "first"
     _measured(measure, [*words, f"run_dir={first}"], first)
     answer = judge(first, ignore=ignore)

@@ -5,7 +5,8 @@
     python -m reports gate RUN --baseline NAME          each arm against a kept run of this machine
 
 Two stages: a one-sided test of every contrast against its margin, adjusted for how many were tested (false discovery
-rate 5 %); what is found slower there counts once sessions that the first test has not seen show it too. Whatever
+rate 5 %); what is found slower there counts once sessions that the first test has not seen show it too. A contrast
+that is neither slower nor surely the same passes where a slowdown of `SIZE` is ruled out by its interval. Whatever
 keeps silence from meaning "nothing became slower" is a doubt with a kind of its own (`DOUBTS`), and a doubt is exit
 code 2, never 0.
 """
@@ -59,6 +60,10 @@ DOUBTS: dict[str, str] = {
     "noisy": "identical arms came apart by more than 10 %",
 }
 """Kinds of doubt that the gate itself finds, and what each means; `ablations.verdicts.gate` adds its own."""
+
+
+SIZE = 0.05
+"""Smallest slowdown that must not pass unseen: 0.05 is 5 % more time. A margin beyond it would hide one."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ def gate(
     baseline: Path | None = None,
     ignore: Sequence[str] = (),
     accept: Sequence[str] = (),
+    size: float = SIZE,
 ) -> Answer:
     """Judge `run`; slowdowns found there count once `fresh` runs of the same contrasts show them too.
 
@@ -142,6 +148,8 @@ def gate(
         baseline: a kept run that every arm is held against, instead of the run's own contrasts.
         ignore: patterns of contrasts (``full vs mlx_lm prefill *``) that the gate leaves out, and says so.
         accept: kinds of difference to a baseline that are known and accepted: ``os``, ``mlx``, ``mlx_lm``.
+
+        size: smallest slowdown that must not pass unseen, as a share.
 
     Returns:
         The answer; folders that cannot be read are doubts, not errors.
@@ -175,6 +183,7 @@ def gate(
         str(run),
         _against(baseline, seen),
         seen,
+        size,
     )
 
 
@@ -204,6 +213,7 @@ def _answer(
     run: str,
     against: str,
     seen: Study,
+    size: float,
 ) -> Answer:
     margins = {name: asked.margin for name, asked in first.items()}
     tested = {n: a.estimate for n, a in first.items() if a.verdict not in ("blocked", "unsupported")}
@@ -218,9 +228,9 @@ def _answer(
     if second is not None:
         found = {n: a.estimate for n, a in second.items() if a.verdict not in ("blocked", "unsupported")}
         confirmation = confirm_stage(stage, found, margins)
-    words = {n: cast(Verdict, a.verdict) for n, a in first.items() if a.verdict != "unsupported"}
+    words = {n: _word(a, size) for n, a in first.items() if a.verdict != "unsupported"}
     decided = decide(stage, confirmation, words, [str(d) for d in doubts])
-    lines = tuple(_line(name, asked, stage, confirmation, second or {}) for name, asked in names.items())
+    lines = tuple(_line(name, asked, stage, confirmation, second or {}, size) for name, asked in names.items())
     reason = decided.reason
     if decided.code == 1:
         said = "; ".join(_sentence(line) for line in lines if line.word == "slower")
@@ -234,7 +244,12 @@ def _sentence(line: Line) -> str:
 
 
 def _line(
-    name: str, asked: _Asked, stage: GateStage, confirmation: GateStage | None, second: Mapping[str, _Asked]
+    name: str,
+    asked: _Asked,
+    stage: GateStage,
+    confirmation: GateStage | None,
+    second: Mapping[str, _Asked],
+    size: float,
 ) -> Line:
     again = second[name].estimate.ratio if name in second else None
     word, reason = "ok", asked.reason
@@ -247,7 +262,7 @@ def _line(
             word, reason = "cannot tell", "slower, and the fresh sessions could not be tested"
         else:
             word = "slower" if name in confirmation.slower else "not confirmed"
-    elif asked.verdict == "unclear":
+    elif _word(asked, size) == "unclear":
         word = "cannot tell"
     e = asked.estimate
     p = stage.adjusted.get(name)
@@ -267,6 +282,16 @@ def _line(
         shown,
         asked.changed,
     )
+
+
+def _word(asked: _Asked, size: float) -> Verdict:
+    """The verdict, where an unclear one still rules a slowdown of `size` out (one-sided 95 %): then ``same``."""
+    e = asked.estimate
+    if asked.verdict == "unclear" and e.ratio and e.standard_error is not None and e.df is not None:
+        low = math.log(e.ratio) - float(special.stdtrit(e.df, 0.95)) * e.standard_error
+        if low > -math.log1p(size) and asked.margin < size:
+            return "same"
+    return cast(Verdict, asked.verdict)
 
 
 def _not_a_number(asked: _Asked) -> bool:

@@ -49,13 +49,13 @@ LEAST_PART_SECONDS = 60
 """Shortest part of a run, in seconds: below it, most of each part would go to loading weights and warming up."""
 
 _ENDPOINT = ("subject.url", "subject.model", "subject.key_env")
-_FREE_TEXT = frozenset({"model.reference", "run_dir", "base", "subject.binary", "subject.gguf", *_ENDPOINT})
+_FREE_TEXT = frozenset({"model.reference", "run_dir", "base", "head", "subject.binary", "subject.gguf", *_ENDPOINT})
 _SHORT = {"url": "subject.url"}
 """Keys that may be written without their group."""
 
 _OWNERS = {
     "model.reference": "write model=FOLDER or model=ORG/NAME@REVISION",
-    "model.seed": "it takes model=tiny or model=synthetic-35b",
+    "model.seed": "it takes model=synthetic-35b",
     "model.skew": "it takes model=synthetic-35b",
     "model.layers": "it takes model=synthetic-35b",
     "subject.binary": "it takes subject=llama_bench",
@@ -107,7 +107,8 @@ class Request:
         frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
         budget_seconds, cap_seconds: limits of the whole run and of one prefill.
         part_seconds: limit of one invocation, or None.
-        base: another checkout whose engine this one's is held against, or None.
+        base: another checkout whose engine is the reference, or None. head: the checkout that is held against it; None
+            is this one.
         planted: share of its time by which a copy of the engine's arm is slowed, or None.
         config: everything composed, for the record.
     """
@@ -131,6 +132,7 @@ class Request:
     arms: str
     prompt: str
     base: Path | None
+    head: Path | None
     planted: float | None
     logprobs: bool
     shared_cache: bool
@@ -451,6 +453,7 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         arms=values["arms"],
         prompt=_prompt(values["prompt"]),
         base=None if values["base"] is None else resolve(str(values["base"]), launch),
+        head=None if values["head"] is None else resolve(str(values["head"]), launch),
         planted=_share("planted", _first(values["planted"], sweep.get("planted"))),
         logprobs=bool(values["decode"]["logprobs"]),
         shared_cache=values["decode"]["cache"] == "shared",

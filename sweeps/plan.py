@@ -171,6 +171,8 @@ def _arms(request: Request) -> tuple[list[Arm], list[Contrast]]:
     """Arms in order: reference, others, baseline, A/A. Every engine arm is a checked EngineConfig."""
     if request.base is not None:
         return _base_head(request, request.base)
+    if request.head is not None:
+        raise PlanError(f"head={request.head} goes with base=CHECKOUT, what it is held against")
     if request.sweep == "calibrate":
         return _calibration(request)
     engine_arms = _family(request) or [_engine_arm(request)]
@@ -203,9 +205,11 @@ def _base_head(request: Request, base: Path) -> tuple[list[Arm], list[Contrast]]
         raise PlanError(f"base= and ablation={request.ablation['name']} are two questions: leave one out")
     if request.shared_cache:
         raise PlanError("base= keeps each engine's state in its process: use decode.cache=own")
-    remote.check_checkout(base)
+    head = request.head or remote.ROOT
+    for word, folder in (("base", base), ("head", head)):
+        remote.check_checkout(folder, word)
     plain = _engine_arm(request)
-    folders = {"base": (base, ""), "head": (remote.ROOT, ""), "head.again": (remote.ROOT, "again")}
+    folders = {"base": (base, ""), "head": (head, ""), "head.again": (head, "again")}
     arms = []
     for name, (folder, process) in folders.items():
         options = {"checkout": str(folder), "process": process}

@@ -207,6 +207,14 @@ def test_a_confirmation_is_later_and_is_no_copy(tmp_path: Path) -> None:
         gate(slow, [slow])
 
 
+@pytest.mark.parametrize(("low", "margin", "code"), [(0.97, 0.02, 0), (0.93, 0.02, 2), (0.97, 0.06, 2)])
+def test_unclear_passes_only_where_five_percent_are_ruled_out(
+    low: float, margin: float, code: int, tmp_path: Path
+) -> None:
+    made = tables(sessions=5, verdict="unclear", number=1.0, low=low, high=1 / low, margin=margin)
+    assert gate(write(tmp_path / "run", made)).code == code
+
+
 def test_what_is_ignored_is_said(tmp_path: Path) -> None:
     made = tables(verdict="unsupported", reason="needs Metal")
     good = rows.contrast("decode", 512, "head", "base", contrast="head vs base", ratio=1, low=0.999, high=1.001)

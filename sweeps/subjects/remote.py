@@ -50,7 +50,7 @@ class RemoteError(RuntimeError):
     """The child failed in a way of its own, or is gone."""
 
 
-def check_checkout(folder: Path) -> None:
+def check_checkout(folder: Path, word: str = "base") -> None:
     """Refuse a folder that holds nothing to measure.
 
     Raises:
@@ -61,7 +61,7 @@ def check_checkout(folder: Path) -> None:
     for name in ("engine/generate.py", "sweeps/subjects/__init__.py"):
         if not (folder / name).is_file():
             raise SubjectError(
-                f"base={folder} is no checkout of this project ({name} is missing) and has no {ADAPTER}: "
+                f"{word}={folder} is no checkout of this project ({name} is missing) and has no {ADAPTER}: "
                 "git worktree add FOLDER BRANCH makes one"
             )
 
