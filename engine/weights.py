@@ -60,7 +60,11 @@ class Matrix:
         """The expanded float matrix ``[..., out, in]``."""
         if self.scales is None:
             return self.weight.astype(dtype)
-        made = mx.dequantize(self.weight, self.scales, self.biases, group_size=self.group_size, bits=self.bits)
+        scales, biases = self.scales, self.biases
+        if dtype == mx.float32 and biases is not None:
+            # A reference must not round to the type of the scales first.
+            scales, biases = scales.astype(dtype), biases.astype(dtype)
+        made = mx.dequantize(self.weight, scales, biases, group_size=self.group_size, bits=self.bits)
         return made.astype(dtype)
 
 

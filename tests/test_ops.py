@@ -124,7 +124,6 @@ def test_every_op_has_a_best_variant_on_every_device(device):
         ("decode_attention.min_context", 4096),
         ("decode_attention.split", "blocks"),
         ("cache.layout", "paged"),
-        ("speculative.drafter", "ngram"),
         ("overlap", True),
         ("experts.tile", "64x64"),
         ("decode.fusion", "full"),
