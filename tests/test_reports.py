@@ -631,7 +631,7 @@ def test_gate_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     [
         {"ratio": math.nan, "low": math.nan, "high": math.nan, "verdict": "same"},
         {"low": None, "high": None},
-        {"verdict": "unclear"},
+        {"verdict": "unclear", "ratio": 1.0, "low": 0.9, "high": 1.1},
         {"check": {"name": "teacher-forced", "passed": False}},
         {"margin": 0.5},
     ],
