@@ -16,7 +16,7 @@
 // inputs: x gate gain eps residual weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
 // dense: gain eps weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
 // outputs: out
-// template: typename T, typename X, typename O, int ROWS, int OUTPUTS, int SIMDGROUPS, int SPAN, int STEPS, int LOOP, int MATRICES, int PROLOGUE, bool RESIDUAL, bool BEST
+// template: typename T, typename X, typename O, int ROWS, int OUTPUTS, int SIMDGROUPS, int SPAN, int STEPS, int LOOP, int INPUTS, int DIM, int GATE_DIM, int MATRICES, int PROLOGUE, bool RESIDUAL, bool BEST
 //
 // x [1, ROWS, heads, dim] of X and gate (same shape, T) are read by strides, so that a part of a larger array is taken
 // as it lies, but the last axis must be dense and rows must start on 16 bytes; heads · dim is the number K of inputs,
@@ -28,6 +28,8 @@
 // SPAN      lanes on one output: 32, 16 or 8; a simdgroup has 32 / SPAN outputs side by side.
 // STEPS     words of each lane (a power of two) whose inputs wait in threadgroup memory together.
 // LOOP      blocks of outputs that a threadgroup works off.
+// INPUTS    K. DIM, GATE_DIM  of a head of x and of gate: known to the compiler, since a division costs a lane more than
+//           the words it waits for.
 // PROLOGUE  0 none; 1 RMS norm; 2 RMS norm per 128 inputs, times silu(gate); 3 times sigmoid(gate).
 // RESIDUAL  residual is added.
 // BEST      instead of the products, the largest of each row and threadgroup: out uint32 [ROWS, threadgroups, 2] =
@@ -41,6 +43,12 @@ constexpr uint CHUNK = uint(STEPS * SPAN);
 // Words in flight: as many as hide the memory's latency without costing too many registers.
 constexpr int FLIGHT = OUTPUTS >= 8 ? 1 : 8 / OUTPUTS;
 constexpr int AHEAD = FLIGHT < STEPS ? FLIGHT : STEPS;
+
+// Inputs are made ready 256 at a time by a simdgroup.
+constexpr uint UNITS = (CHUNK * 32u + 255u) / 256u;
+constexpr uint WIDE_UNITS = (CHUNK * 16u + 255u) / 256u;
+constexpr int PASSES = (ROWS * int(UNITS) + SIMDGROUPS - 1) / SIMDGROUPS;
+const float epsilon = PROLOGUE == 1 || PROLOGUE == 2 ? eps[0] : 0.0f;
 
 THREADGROUP_ARRAY(float, shared_x, ROWS * STEPS * SPAN * 32);
 THREADGROUP_ARRAY(float, shared_sums, ROWS * STEPS * SPAN);
@@ -99,11 +107,10 @@ if constexpr (MATRICES > 1) {
     }
   }
 }
-const uint dim = uint(x_shape[3]);
-const uint inputs = uint(x_shape[2]) * dim;
-const bool wide = words * 16u == inputs;  // 8-bit codes
-const uint per_group = wide ? 4u : 2u;    // words
-const uint groups = inputs / 64u;
+constexpr uint inputs = uint(INPUTS);
+constexpr uint groups = inputs / 64u;
+const bool wide = words * 16u == inputs;     // 8-bit codes
+const uint group_shift = wide ? 2u : 1u;     // a group of 64 inputs is so many words, as a power of two
 const uint chunk_inputs = wide ? CHUNK * 16u : CHUNK * 32u;
 const uint sub = lane % uint(SPAN);
 
@@ -129,6 +136,25 @@ for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < 
   }
   for (uint chunk = 0u; chunk < words; chunk += CHUNK) {
     for (uint step = 0u; step < uint(STEPS) && chunk + step * uint(SPAN) < words; step += uint(AHEAD)) {
+      // The inputs are asked for before the weights, behind which they would wait, and made ready while those are on
+      // their way; once, if they all fit.
+      const bool staging = step == 0u && (turn == 0u || words > CHUNK);
+      float ready[PASSES][8];
+      UNROLL for (int pass = 0; pass < PASSES; ++pass) {
+        UNROLL for (int i = 0; i < 8; ++i) ready[pass][i] = 0.0f;
+      }
+      if (staging) {
+        UNROLL for (int pass = 0; pass < PASSES; ++pass) {
+          const uint unit = simdgroup + uint(pass * SIMDGROUPS);
+          const uint t = wide ? unit / WIDE_UNITS : unit / UNITS;
+          const uint here = (wide ? unit % WIDE_UNITS : unit % UNITS) * 256u + lane * 8u;
+          const uint k = chunk * (wide ? 16u : 32u) + here;
+          if (t < uint(ROWS) && here < chunk_inputs && k < inputs) {
+            load_eight(
+                x + t * uint(x_strides[1]) + k / uint(DIM) * uint(x_strides[2]) + k % uint(DIM), ready[pass]);
+          }
+        }
+      }
       uint word[AHEAD][OUTPUTS][4];
       float scale[AHEAD][OUTPUTS];
       float bias[AHEAD][OUTPUTS];
@@ -145,26 +171,22 @@ for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < 
             word[a][r][1] = four.y;
             word[a][r][2] = four.z;
             word[a][r][3] = four.w;
-            scale[a][r] = float(scales[output * groups + at / per_group]);
-            bias[a][r] = float(biases[output * groups + at / per_group]);
+            scale[a][r] = float(scales[output * groups + (at >> group_shift)]);
+            bias[a][r] = float(biases[output * groups + (at >> group_shift)]);
           }
         }
       }
 
-      // The inputs are made ready while the first words are on their way; once, if they all fit.
-      if (step == 0u && (turn == 0u || words > CHUNK)) {
+      if (staging) {
         if (turn + chunk > 0u) threadgroup_barrier(mem_flags::mem_threadgroup);
-        const uint units = (chunk_inputs + 255u) / 256u;
-        for (uint unit = simdgroup; unit < uint(ROWS) * units; unit += uint(SIMDGROUPS)) {
-          const uint t = unit / units;
-          const uint here = unit % units * 256u + lane * 8u;
-          const uint k = chunk / per_group * 64u + here;
+        UNROLL for (int pass = 0; pass < PASSES; ++pass) {
+          const uint unit = simdgroup + uint(pass * SIMDGROUPS);
+          const uint t = wide ? unit / WIDE_UNITS : unit / UNITS;
+          if (t >= uint(ROWS)) continue;  // the whole simdgroup
+          const uint here = (wide ? unit % WIDE_UNITS : unit % UNITS) * 256u + lane * 8u;
+          const uint k = chunk * (wide ? 16u : 32u) + here;
           const bool inside = here < chunk_inputs && k < inputs;
-          float value[8];
-          UNROLL for (int i = 0; i < 8; ++i) value[i] = 0.0f;
-          if (inside) {
-            load_eight(x + t * uint(x_strides[1]) + k / dim * uint(x_strides[2]) + k % dim, value);
-          }
+          thread float* value = ready[pass];
           if constexpr (PROLOGUE == 1 || PROLOGUE == 2) {
             float squares = 0.0f;
             UNROLL for (int i = 0; i < 8; ++i) squares = multiply_add(value[i], value[i], squares);
@@ -174,7 +196,7 @@ for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < 
               if (turn == 0u && lane == 0u) shared_squares[simdgroup * uint(ROWS) + t] += squares;
             } else {
               UNROLL for (int mask = 1; mask < 16; mask *= 2) squares += simd_shuffle_xor(squares, ushort(mask));
-              const float factor = rsqrt_of(squares / 128.0f + eps[0]);
+              const float factor = rsqrt_of(squares * 0.0078125f + epsilon);
               UNROLL for (int i = 0; i < 8; ++i) value[i] *= factor;
             }
             if (inside) {
@@ -186,9 +208,9 @@ for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < 
           if constexpr (PROLOGUE == 2 || PROLOGUE == 3) {
             if (inside) {
               float by[8];
-              const uint gate_dim = uint(gate_shape[3]);
               load_eight(
-                  gate + t * uint(gate_strides[1]) + k / gate_dim * uint(gate_strides[2]) + k % gate_dim, by);
+                  gate + t * uint(gate_strides[1]) + k / uint(GATE_DIM) * uint(gate_strides[2]) + k % uint(GATE_DIM),
+                  by);
               UNROLL for (int i = 0; i < 8; ++i) value[i] *= sigmoid_of(by[i]) * (PROLOGUE == 2 ? by[i] : 1.0f);
             }
           }
@@ -229,7 +251,7 @@ for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < 
             UNROLL for (int t = 0; t < ROWS; ++t) {
               float squares = 0.0f;
               UNROLL for (int s = 0; s < SIMDGROUPS; ++s) squares += shared_squares[s * ROWS + t];
-              inverse[t] = rsqrt_of(squares / float(inputs) + eps[0]);
+              inverse[t] = rsqrt_of(squares * (1.0f / float(INPUTS)) + epsilon);
             }
           }
         }

@@ -303,7 +303,7 @@ READY = "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        if co
 STORED = "out[begin + uint(t) * outputs + output] = O(total);"
 
 COMPILE = {
-    "a small input handed to a helper": ("float(inputs) + eps[0]", "float(inputs) + half_bits(eps)", "no matching"),
+    "a small input handed to a helper": ("? eps[0] : 0.0f;", "? half_bits(eps) : 0.0f;", "no matching"),
     "a weight stored to": (STORED, STORED + " weight0[0] = 0u;", "read-only|const-qualified"),
     "inputs read as threadgroup memory": (
         "(const threadgroup float4*)shared_x",
@@ -311,7 +311,7 @@ COMPILE = {
         "address space",
     ),
     "a result that is not converted": ("= O(total);", "= total;", "implicit conversion"),
-    "a double": ("float(inputs) + eps[0]", "float(inputs) + double(eps[0])", "double"),
+    "a double": ("* 0.0078125f + epsilon", "* 0.0078125f + double(epsilon)", "double"),
 }
 
 # name: the case, the text, what it is replaced by, the kinds of report
@@ -339,7 +339,12 @@ RUN = {
         "if (inside && lane < 16u) squares = simd_sum(squares);",
         {"divergence"},
     ),
-    "rows that start off 16 bytes": (0, "k / dim * uint(x_strides[2]) + k % dim", "k - k % 2048u + 1u", {"alignment"}),
+    "rows that start off 16 bytes": (
+        0,
+        "k / uint(DIM) * uint(x_strides[2]) + k % uint(DIM)",
+        "k - k % 2048u + 1u",
+        {"alignment"},
+    ),
     "the last output forgotten": (
         0,
         "output < outputs) {\n      if",
@@ -374,10 +379,10 @@ def test_the_checked_run_reports(name, monkeypatch):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("biases[output * groups + at / per_group]", "biases[output * groups]"),
+        ("biases[output * groups + (at >> group_shift)]", "biases[output * groups]"),
         ("four.w = value[4 * h + 3] * 0.000244140625f;", "four.w = value[4 * h + 3] * 0.00390625f;"),
         ("if (!wide) total += other;", "total += other;"),
-        ("squares / float(inputs)", "squares / float(chunk_inputs)"),
+        ("squares * (1.0f / float(INPUTS))", "squares * (1.0f / float(chunk_inputs))"),
         ("multiply_add(bias[a][r], total, sum[r][t])", "multiply_add(bias[a][r], dot[r][t], sum[r][t])"),
     ],
 )
