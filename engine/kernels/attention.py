@@ -24,7 +24,11 @@ CHUNK = 256
 """Positions per part when keys are split in chunks."""
 HEADS = ("8", "4", "2", "1")
 SPLITS = ("none", "chunks", "blocks")
-LANES = ("coalesced", "apart")
+LANES = ("coalesced", "apart", "tiles")
+TILE_HEADS = 8
+"""Query heads of a matrix tile."""
+LEAST_PART = {"coalesced": 32, "apart": 32, "tiles": 64}
+"""Positions of a part below which another part costs more than it saves."""
 SPLIT_SIMDGROUPS = 4
 MERGE_SIMDGROUPS = 8
 _LOG2_E = 1.4426950408889634
@@ -81,14 +85,15 @@ def attention_metal(
 
     heads: query heads that share a fetch: ``1``, ``2``, ``4``, ``8``; ``best`` is as many as divide the group.
     split: ``none`` (one part, one launch), ``chunks`` (256 positions each, their number grows with the cache) or
-        ``blocks`` (`blocks` parts, their length grows).
-    lanes: ``coalesced`` (neighbouring 16-byte words) or ``apart``.
+        ``blocks`` (`blocks` parts, their length grows; fewer where the keys shown would leave them too short).
+    lanes: ``coalesced`` (neighbouring 16-byte words), ``apart``, or ``tiles``: neighbouring words as matrix tiles, for
+        8 heads a fetch and 16-bit types.
     fresh: keys and values of the new rows themselves, ``[1, kv heads, rows, 256]``; `keys` and `values` then give the
         positions before `position` alone (None: all that they hold), and the new rows need not be in the cache yet.
 
     Raises:
-        KernelError: another head_dim, types that differ, a setting that does not exist, or other rows than q's in
-            `fresh`.
+        KernelError: another head_dim, types that differ, a setting that does not exist, tiles for float32 or for fewer
+            than 8 heads a fetch, or other rows than q's in `fresh`.
     """
     _, n_heads, rows, dim = q.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
@@ -104,11 +109,20 @@ def attention_metal(
     if split not in SPLITS or lanes not in LANES or blocks < 1:
         raise KernelError(f"decode_attention=metal has no split={split} lanes={lanes} blocks={blocks}")
     packed = heads_per_fetch(heads, n_heads // kv_heads)
+    tiles = lanes == "tiles"
+    if tiles and (packed != TILE_HEADS or q.dtype == mx.float32):
+        raise KernelError(
+            f"decode_attention.lanes=tiles takes {TILE_HEADS} heads a fetch and a 16-bit type, "
+            f"not {packed} and {q.dtype}; take lanes=coalesced"
+        )
     # Without `fresh` the new rows are the last of the keys.
     start = n - rows if fresh is None else n
-    parts = {"none": 1, "chunks": -(-(start + rows) // CHUNK), "blocks": blocks}[split]
+    most = -(-(start + rows) // LEAST_PART[lanes])
+    parts = {"none": 1, "chunks": -(-(start + rows) // CHUNK), "blocks": min(blocks, most)}[split]
     final = parts == 1
-    kernel = loader.load(TOPIC)["split"]
+    kernel = loader.load(TOPIC)["tiles" if tiles else "split"]
+    own = {} if tiles else {"G": packed, "COALESCED": lanes == "coalesced"}
+    width = SPLIT_SIMDGROUPS * SIMD
     partial, sums = loader.launch(
         Launch(
             kernel,
@@ -123,15 +137,14 @@ def attention_metal(
             kernel.arguments(
                 T=q.dtype,
                 O=q.dtype if final else mx.float32,
-                G=packed,
                 SIMDGROUPS=SPLIT_SIMDGROUPS,
                 CHUNK=CHUNK if split == "chunks" else 0,
-                COALESCED=lanes == "coalesced",
                 FINAL=final,
                 FRESH=fresh is not None,
+                **own,
             ),
-            grid=(parts * SPLIT_SIMDGROUPS * SIMD, n_heads // packed, rows),
-            threadgroup=(SPLIT_SIMDGROUPS * SIMD, 1, 1),
+            grid=(parts * rows * width, n_heads // packed, 1) if tiles else (parts * width, n_heads // packed, rows),
+            threadgroup=(width, 1, 1),
             shapes=[(n_heads, rows, parts, HEAD_DIM), (n_heads, rows, parts, 2)],
             dtypes=[q.dtype if final else mx.float32, mx.float32],
         )

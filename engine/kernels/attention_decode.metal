@@ -1,5 +1,5 @@
 // Decode attention: softmax(q kᵀ · scale) v of a few new rows over the cache, head_dim 256, for the variant `metal` of
-// the op `decode_attention` (attention.py). Positions are divided into parts; `split` gives every part its own
+// the op `decode_attention` (attention.py). Positions are divided into parts; `split` or `tiles` gives every part its own
 // unnormalised sum, its largest score and its sum of weights in float32, and `merge` adds the parts up.
 //
 // q [1, heads, rows, 256], keys and values [1, kv heads, n, 256] of T; strides are read, so that the used part of a
@@ -222,6 +222,228 @@ UNROLL for (int g = 0; g < G; ++g) {
   if (index == 0u) {
     sums[slot * 2u] = largest;
     sums[slot * 2u + 1u] = total;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// kernel: tiles
+// inputs: q keys values fresh_keys fresh_values position scale
+// dense: position scale
+// outputs: partial sums
+// template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool FINAL, bool FRESH
+//
+// What `split` computes, by matrix tiles: 8 query heads of a key/value head are the columns, positions the rows of the
+// scores, columns of values the rows of the output. Weights are rounded to T, a 16-bit type, and added in float32.
+// partial and sums, CHUNK, FINAL and FRESH as there. Grid: (rows × parts) × (heads / 8) threadgroups, rows first, since
+// threadgroups that start together then read the same keys and values.
+//
+// A step of a simdgroup is 32 positions. Keys are taken as 16-byte words along a row, four lanes a row: the words of a
+// lane are the columns of four tiles, so these hold the dimensions in another order, and the query is laid out to match.
+// Values are taken as 16-byte words of the two rows that are neighbours in a tile, and paired number by number.
+// Positions past the end read the last row instead and get no weight.
+const uint lane = thread_index_in_simdgroup;
+const uint simdgroup = simdgroup_index_in_threadgroup;
+const uint index = thread_index_in_threadgroup;
+const uint rows = uint(q_shape[2]);
+const uint row = threadgroup_position_in_grid.x % rows;
+const uint part = threadgroup_position_in_grid.x / rows;
+const uint group = threadgroup_position_in_grid.y;
+REFUSE_UNLESS(
+    q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1 && fresh_keys_strides[3] == 1 &&
+        fresh_values_strides[3] == 1,
+    partial, O, index + part + group + row == 0u)
+
+const uint kv_head = group * 8u / (uint(q_shape[1]) / uint(keys_shape[1]));
+const device T* query = q + group * 8u * q_strides[1] + row * q_strides[2];
+const device T* key_rows = keys + kv_head * keys_strides[1];
+const device T* value_rows = values + kv_head * values_strides[1];
+const device T* fresh_key_rows = fresh_keys + kv_head * fresh_keys_strides[1];
+const device T* fresh_value_rows = fresh_values + kv_head * fresh_values_strides[1];
+
+const uint n = uint(keys_shape[2]);
+const uint cached = FRESH && uint(position[0]) < n ? uint(position[0]) : n;
+const uint visible = FRESH ? cached + row + 1u : uint(position[0]) + row + 1u;
+const uint seen = FRESH || visible < n ? visible : n;
+const uint parts = threadgroups_per_grid.x / rows;
+const uint length = CHUNK > 0 ? uint(CHUNK) : (seen + parts - 1u) / parts;
+const uint first = part * length;
+const uint end = first + length < seen ? first + length : seen;
+
+constexpr float NOTHING = -1.0e30f;
+// 64 columns of 8 heads, in 8 strips apart enough to fall into different banks.
+constexpr uint STRIP = 68u;
+THREADGROUP_ARRAY(uint, shared_q, 1024);
+THREADGROUP_ARRAY(float, shared_out, SIMDGROUPS * 544);
+THREADGROUP_ARRAY(float, shared_largest, SIMDGROUPS * 8);
+THREADGROUP_ARRAY(float, shared_weight, SIMDGROUPS * 8);
+
+// The query as right tiles: pair i of a lane in tile t, whose columns are the dimensions that a lane's half word has.
+for (uint e = index; e < 1024u; e += uint(SIMDGROUPS) * 32u) {
+  const uint tile = e / 64u;
+  const uint owner = e / 2u % 32u;
+  uint pair[2];
+  UNROLL for (uint i = 0u; i < 2u; ++i) {
+    const uint k = right_row(owner, e % 2u * 2u + i);
+    const uint dim = tile / 2u * 32u + k % 8u / 2u * 8u + tile % 2u * 4u + k / 8u * 2u + k % 2u;
+    pair[i] = uint(as_type<ushort>(T(query[right_column(owner, e % 2u * 2u + i) * q_strides[1] + dim])));
+  }
+  shared_q[e] = pair[0] | pair[1] << 16;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+const uint tile_r = tile_row(lane);
+const uint tile_c = tile_column(lane);
+sum_tile out[16];
+UNROLL for (int t = 0; t < 16; ++t) sum_fill(out[t], 0.0f);
+// Of heads tile_c and tile_c + 1.
+float largest[2] = {NOTHING, NOTHING};
+float weight_sum[2] = {0.0f, 0.0f};
+
+for (uint base = first + simdgroup * 32u; base < end; base += uint(SIMDGROUPS) * 32u) {
+  sum_tile score[2];
+  UNROLL for (int p = 0; p < 2; ++p) sum_fill(score[p], 0.0f);
+  const device T* key_row[4];
+  UNROLL for (uint a = 0u; a < 4u; ++a) {
+    const uint wanted = base + a * 8u + tile_r;
+    const uint at = wanted < end ? wanted : end - 1u;
+    key_row[a] = key_rows + at * keys_strides[2] + tile_c * 4u;
+    if constexpr (FRESH) {
+      if (at >= cached) key_row[a] = fresh_key_rows + (at - cached) * fresh_keys_strides[2] + tile_c * 4u;
+    }
+  }
+  UNROLL for (int j = 0; j < 8; ++j) {
+    uint key[4][4];
+    UNROLL for (int a = 0; a < 4; ++a) {
+      const uint4 word = ((const device uint4*)(key_row[a] + j * 32))[0];
+      key[a][0] = word.x;
+      key[a][1] = word.y;
+      key[a][2] = word.z;
+      key[a][3] = word.w;
+    }
+    UNROLL for (int h = 0; h < 2; ++h) {
+      right_tile<T> right;
+      UNROLL for (int i = 0; i < 2; ++i) right_set(right, i, shared_q[uint((2 * j + h) * 64 + i) + lane * 2u]);
+      UNROLL for (int p = 0; p < 2; ++p) {
+        left_tile<T> left;
+        UNROLL for (int i = 0; i < 2; ++i) {
+          UNROLL for (int k = 0; k < 2; ++k) left_set(left, i, k, key[2 * p + i][2 * h + k]);
+        }
+        tile_multiply(score[p], left, right);
+      }
+    }
+  }
+
+  float weight[2][4];
+  float top[2] = {largest[0], largest[1]};
+  UNROLL for (int p = 0; p < 2; ++p) {
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const bool inside = base + uint(p * 16 + i / 2 * 8) + tile_r < end;
+      weight[p][i] = inside ? sum_get(score[p], i) * scale[0] : NOTHING;
+      top[i % 2] = weight[p][i] > top[i % 2] ? weight[p][i] : top[i % 2];
+    }
+  }
+  float fade[2];
+  UNROLL for (int s = 0; s < 2; ++s) {
+    top[s] = tile_rows_max(top[s]);
+    fade[s] = exp2_of(largest[s] - top[s]);
+    largest[s] = top[s];
+    weight_sum[s] *= fade[s];
+  }
+  right_tile<T> weights[2];
+  UNROLL for (int p = 0; p < 2; ++p) {
+    UNROLL for (int i = 0; i < 4; ++i) {
+      const float w = exp2_of(weight[p][i] - largest[i % 2]);
+      weight_sum[i % 2] += w;
+      sum_set(score[p], i, w);
+    }
+    right_from_sums(weights[p], score[p]);
+  }
+  UNROLL for (int t = 0; t < 16; ++t) {
+    UNROLL for (int i = 0; i < 4; ++i) sum_set(out[t], i, sum_get(out[t], i) * fade[i % 2]);
+  }
+
+  UNROLL for (int p = 0; p < 2; ++p) {
+    const device T* value_row[4];
+    UNROLL for (uint a = 0u; a < 4u; ++a) {
+      const uint wanted = base + uint(p) * 16u + a / 2u * 8u + tile_c + a % 2u;
+      const uint at = wanted < end ? wanted : end - 1u;
+      value_row[a] = value_rows + at * values_strides[2] + tile_r * 8u;
+      if constexpr (FRESH) {
+        if (at >= cached) value_row[a] = fresh_value_rows + (at - cached) * fresh_values_strides[2] + tile_r * 8u;
+      }
+    }
+    UNROLL for (int j = 0; j < 4; ++j) {
+      uint value[4][4];
+      UNROLL for (int a = 0; a < 4; ++a) {
+        const uint4 word = ((const device uint4*)(value_row[a] + j * 64))[0];
+        value[a][0] = word.x;
+        value[a][1] = word.y;
+        value[a][2] = word.z;
+        value[a][3] = word.w;
+      }
+      UNROLL for (int w = 0; w < 4; ++w) {
+        left_tile<T> left;
+        UNROLL for (int k = 0; k < 2; ++k) {
+          left_set(left, 0, k, (value[2 * k][w] & 0xffffu) | value[2 * k + 1][w] << 16);
+          left_set(left, 1, k, value[2 * k][w] >> 16 | (value[2 * k + 1][w] & 0xffff0000u));
+        }
+        tile_multiply(out[4 * j + w], left, weights[p]);
+      }
+    }
+  }
+}
+
+// The simdgroups' sums are brought to one largest score and added, 64 columns at a time.
+UNROLL for (int s = 0; s < 2; ++s) {
+  weight_sum[s] = tile_rows_sum(weight_sum[s]);
+  if (tile_r == 0u) {
+    shared_largest[simdgroup * 8u + tile_c + uint(s)] = largest[s];
+    shared_weight[simdgroup * 8u + tile_c + uint(s)] = weight_sum[s];
+  }
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+float scaled[2];
+UNROLL for (int s = 0; s < 2; ++s) {
+  float top = largest[s];
+  UNROLL for (int g = 0; g < SIMDGROUPS; ++g) {
+    const float other = shared_largest[uint(g) * 8u + tile_c + uint(s)];
+    top = other > top ? other : top;
+  }
+  scaled[s] = exp2_of(largest[s] - top);
+}
+UNROLL for (int j = 0; j < 4; ++j) {
+  UNROLL for (int w = 0; w < 4; ++w) {
+    UNROLL for (int i = 0; i < 4; ++i) {
+      shared_out[simdgroup * 544u + uint(2 * w + i / 2) * STRIP + (tile_c + uint(i % 2)) * 8u + tile_r] =
+          sum_get(out[4 * j + w], i) * scaled[i % 2];
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint e = index; e < 512u; e += uint(SIMDGROUPS) * 32u) {
+    const uint head = e / 64u;
+    const uint column = e % 64u;
+    const uint slot = ((group * 8u + head) * rows + row) * parts + part;
+    float sum = 0.0f;
+    UNROLL for (int g = 0; g < SIMDGROUPS; ++g) {
+      sum += shared_out[uint(g) * 544u + column % 8u * STRIP + head * 8u + column / 8u];
+    }
+    float top = NOTHING;
+    float total = 0.0f;
+    if (FINAL || (j == 0 && column == 0u)) {
+      UNROLL for (int g = 0; g < SIMDGROUPS; ++g) {
+        const float other = shared_largest[uint(g) * 8u + head];
+        top = other > top ? other : top;
+      }
+      UNROLL for (int g = 0; g < SIMDGROUPS; ++g) {
+        const float faded = exp2_of(shared_largest[uint(g) * 8u + head] - top);
+        total = multiply_add(faded, shared_weight[uint(g) * 8u + head], total);
+      }
+    }
+    if (j == 0 && column == 0u) {
+      sums[slot * 2u] = top;
+      sums[slot * 2u + 1u] = total;
+    }
+    partial[slot * 256u + uint(j) * 64u + column] = O(FINAL ? sum / total : sum);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }

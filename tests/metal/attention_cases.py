@@ -12,7 +12,8 @@ from engine.ops.registry import Case
 
 OP = OPS["decode_attention"]
 TYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32, "float16": mx.float16}
-TILES = list(product(attention.HEADS, attention.SPLITS, attention.LANES))
+SCALAR = ("coalesced", "apart")
+TILES = [*product(attention.HEADS, attention.SPLITS, SCALAR), *(("8", split, "tiles") for split in attention.SPLITS)]
 BLOCKS = 3
 SIZES = [
     # rows, keys, key/value heads, position (-1: none), positions the cache has room for past the keys it shows
@@ -32,6 +33,11 @@ FRESH_SIZES = [
     (2, 0, 1, 40),
     (3, 255, 1, 1),
 ]
+
+
+def kind(tile: tuple[str, str, str], name: str) -> str:
+    """The element type to try a tile with when `name` is asked for: matrix tiles have no float32."""
+    return "float16" if tile[2] == "tiles" and name == "float32" else name
 
 
 def settings(tile: tuple[str, str, str]) -> dict[str, object]:

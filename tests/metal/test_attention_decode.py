@@ -5,7 +5,19 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 import simulator
-from attention_cases import BLOCKS, FRESH_SIZES, OP, SIZES, TILES, TYPES, arguments, fresh_arguments, settings
+from attention_cases import (
+    BLOCKS,
+    FRESH_SIZES,
+    OP,
+    SCALAR,
+    SIZES,
+    TILES,
+    TYPES,
+    arguments,
+    fresh_arguments,
+    kind,
+    settings,
+)
 from simulator import Simulator
 
 from engine.config import DecodeAttentionConfig, EngineConfig
@@ -17,14 +29,14 @@ pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simu
 
 
 def launches(
-    tile: tuple[str, str, str], dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch, fresh: bool = False
+    tile: tuple[str, str, str], dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch, fresh: bool = False, size: int = 3
 ) -> list[Launch]:
-    """What the variant would launch for a tile."""
+    """What the variant would launch for a tile on `SIZES[size]`."""
     seen: list[Launch] = []
 
     def note(call: Launch) -> list[mx.array]:
         seen.append(call)
-        return [mx.zeros(shape, kind) for shape, kind in zip(call.shapes, call.dtypes)]
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes)]
 
     with monkeypatch.context() as patch:
         patch.setattr(loader, "launch", note)
@@ -32,7 +44,7 @@ def launches(
             given, new, _ = fresh_arguments(FRESH_SIZES[0], dtype)
             attention.attention_metal(*given, **settings(tile), fresh=new)
         else:
-            attention.attention_metal(*arguments(SIZES[0], dtype), **settings(tile))
+            attention.attention_metal(*arguments(SIZES[size], dtype), **settings(tile))
     return seen
 
 
@@ -57,10 +69,13 @@ def ready() -> dict[str, Simulator]:
     """A simulator an element type with all of its instances compiled together."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("bfloat16", "float32"):
+        for name in ("bfloat16", "float32", "float16"):
             made[name] = Simulator()
+            # float16 is for the tiles that float32 does not have.
+            tiles = [tile for tile in TILES if name != "float16" or tile[2] == "tiles"]
+            tiles = [tile for tile in tiles if kind(tile, name) == name]
             for fresh in (False, True):
-                made[name].prepare(call for tile in TILES for call in launches(tile, TYPES[name], patch, fresh))
+                made[name].prepare(call for tile in tiles for call in launches(tile, TYPES[name], patch, fresh))
     return made
 
 
@@ -68,7 +83,8 @@ def ready() -> dict[str, Simulator]:
 def test_every_instance_compiles_under_metals_rules(dtype, monkeypatch):
     texts: dict[str, list[str]] = {}
     for tile in TILES:
-        for call in [call for new in (False, True) for call in launches(tile, TYPES[dtype], monkeypatch, new)]:
+        used = TYPES[kind(tile, dtype)]
+        for call in [call for new in (False, True) for call in launches(tile, used, monkeypatch, new)]:
             texts.setdefault(call.kernel.name, []).append(simulator.source(call))
     assert texts.keys() == {kernel.name for kernel in loader.load(attention.TOPIC).values()}
     for instances in texts.values():
@@ -88,13 +104,14 @@ def test_every_setting_chooses_an_instance_of_its_own(monkeypatch):
 @pytest.mark.parametrize("turn", range(len(TILES)))
 def test_tile_agrees_with_the_reference(turn, dtype, ready, monkeypatch):
     size, tile = SIZES[turn % len(SIZES)], TILES[turn]
+    dtype = kind(tile, dtype)
     assert run(ready[dtype], size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
 
 
 @pytest.mark.parametrize("turn", range(len(TILES)))
 def test_tile_with_fresh_rows_agrees_with_the_reference(turn, ready, monkeypatch):
-    dtype = ("bfloat16", "float32")[turn // len(attention.LANES) % 2]
     size, tile = FRESH_SIZES[turn % len(FRESH_SIZES)], TILES[turn]
+    dtype = kind(tile, ("bfloat16", "float32")[turn // len(SCALAR) % 2])
     assert run_fresh(ready[dtype], size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
 
 
@@ -102,6 +119,7 @@ def test_tile_with_fresh_rows_agrees_with_the_reference(turn, ready, monkeypatch
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("tile", TILES, ids="-".join)
 def test_tile_agrees_with_the_reference_and_is_clean_on_every_size(tile, dtype, monkeypatch):
+    dtype = kind(tile, dtype)
     fast, checked = Simulator(), Simulator(checked=True)
     for size in SIZES:
         for simulated in (fast, checked):
@@ -121,9 +139,12 @@ def test_the_order_of_simdgroups_changes_nothing(order, ready, monkeypatch):
     monkeypatch.setattr(ready["float32"], "order", order)
     for tile in (("8", "chunks", "coalesced"), ("4", "blocks", "apart")):
         assert run(ready["float32"], SIZES[5], mx.float32, monkeypatch, **settings(tile)) <= OP.tolerance["float32"]
+    monkeypatch.setattr(ready["float16"], "order", order)
+    chosen = settings(("8", "blocks", "tiles"))
+    assert run(ready["float16"], SIZES[5], mx.float16, monkeypatch, **chosen) <= OP.tolerance["float16"]
 
 
-@pytest.mark.parametrize(("heads", "lanes"), [("8", "coalesced"), ("4", "coalesced"), ("8", "apart")])
+@pytest.mark.parametrize(("heads", "lanes"), [("8", "coalesced"), ("4", "coalesced"), ("8", "apart"), ("8", "tiles")])
 def test_accesses_are_clean_and_counted(heads, lanes, monkeypatch):
     """Bounds, races and unwritten memory by the checked build; each key and value byte once per packed group."""
     simulated = Simulator(checked=True)
@@ -132,18 +153,25 @@ def test_accesses_are_clean_and_counted(heads, lanes, monkeypatch):
     assert error <= OP.tolerance["bfloat16"]
     split, merge = (traffic for _, traffic in simulated.traffic)
     fetches = 8 // int(heads)
-    seen = (at + 1) * kv * 256 * 2
+    # Tiles of 32 positions read the last row of their part again where it has fewer.
+    parts = (44, 44, 43) if lanes == "tiles" else ()
+    seen = (sum(-(-part // 32) * 32 for part in parts) or at + 1) * kv * 256 * 2
     assert split["keys"].loaded == split["values"].loaded == fetches * seen
     assert merge["partial"].loaded == merge["partial"].stored + 8 * BLOCKS * 256 * 4
     if lanes == "coalesced":
         for moved in (split["keys"], split["values"], split["partial"], merge["partial"], merge["out"]):
             assert moved.lines <= 1.1 * moved.ideal
+    elif lanes == "tiles":
+        for moved in (split["values"], split["partial"]):
+            assert moved.lines <= 1.1 * moved.ideal
+        # Eight rows a load, half a line of each; the next load takes the other half.
+        assert split["keys"].lines <= 2 * split["keys"].ideal
     else:
         # What the toggle is about: a lane that walks its own row touches a line a word.
         assert split["keys"].lines > 4 * split["keys"].ideal
 
 
-@pytest.mark.parametrize("lanes", attention.LANES)
+@pytest.mark.parametrize("lanes", SCALAR)
 def test_fresh_rows_are_read_as_often_as_cached_ones(lanes, monkeypatch):
     """The cache up to the first new row, and each new row by those that see it; nothing of what is stale."""
     simulated = Simulator(checked=True)
@@ -158,11 +186,34 @@ def test_fresh_rows_are_read_as_often_as_cached_ones(lanes, monkeypatch):
         assert lanes != "coalesced" or split[fresh].lines <= 1.1 * split[fresh].ideal
 
 
-@pytest.mark.parametrize("lanes", attention.LANES)
+def test_tiles_with_fresh_rows_are_clean_and_read_whole_steps(monkeypatch):
+    simulated = Simulator(checked=True)
+    rows, before, kv, _ = size = (3, 130, 1, 20)
+    error = run_fresh(simulated, size, mx.float16, monkeypatch, **settings(("8", "blocks", "tiles")))
+    assert error <= OP.tolerance["float16"]
+    split = simulated.traffic[0][1]
+    for cached, fresh in (("keys", "fresh_keys"), ("values", "fresh_values")):
+        # Three parts of 44 or 45 positions, two steps each.
+        assert split[cached].loaded + split[fresh].loaded == rows * 3 * 64 * kv * 256 * 2
+        assert split[cached].loaded >= rows * before * kv * 256 * 2 and split[fresh].loaded > 0
+
+
+@pytest.mark.parametrize("lanes", SCALAR)
 def test_float32_accesses_are_clean(lanes, monkeypatch):
     simulated = Simulator(checked=True)
     error = run(simulated, SIZES[2], mx.float32, monkeypatch, **settings(("2", "none", lanes)))
     assert error <= OP.tolerance["float32"]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_an_input_of_tiles_that_is_not_dense_gives_nan(which, ready, monkeypatch):
+    (q, keys, values, scale, position), fresh, _ = fresh_arguments(FRESH_SIZES[1], mx.float16)
+    inputs = [q, keys, values, *fresh]
+    inputs[which] = mx.contiguous(inputs[which].swapaxes(2, 3)).swapaxes(2, 3)
+    monkeypatch.setattr(loader, "launch", ready["float16"].launch)
+    chosen = settings(("8", "none", "tiles"))
+    out = attention.attention_metal(*inputs[:3], scale, position, **chosen, fresh=tuple(inputs[3:]))
+    assert mx.isnan(out.reshape(-1)[0]).item()
 
 
 def test_an_input_that_is_not_dense_gives_nan(ready, monkeypatch):
@@ -197,6 +248,30 @@ def test_settings_of_the_config_reach_the_kernel(device, ready, monkeypatch):
 
 
 def test_a_step_is_two_launches_or_one_where_nothing_is_split(monkeypatch):
-    counts = {tile[1]: len(launches(tile, mx.float32, monkeypatch)) for tile in TILES if tile[0] == "8"}
-    # One chunk holds the few keys here, so there is nothing to merge either.
-    assert counts == {"none": 1, "chunks": 1, "blocks": 2}
+    def counts(size: int) -> dict[str, set[int]]:
+        made: dict[str, set[int]] = {}
+        for tile in TILES:
+            if tile[0] == "8":
+                calls = launches(tile, TYPES[kind(tile, "float32")], monkeypatch, size=size)
+                made.setdefault(tile[1], set()).add(len(calls))
+        return made
+
+    assert counts(3) == {"none": {1}, "chunks": {2}, "blocks": {2}}
+    # One part holds the few keys here, so there is nothing to merge either.
+    assert counts(0) == {"none": {1}, "chunks": {1}, "blocks": {1}}
+
+
+@pytest.mark.parametrize(("lanes", "most"), attention.LEAST_PART.items())
+def test_a_short_context_is_divided_into_fewer_blocks(lanes, most, monkeypatch):
+    """The number depends on the keys shown alone, so one traced step keeps it."""
+    seen: list[Launch] = []
+
+    def note(call: Launch) -> list[mx.array]:
+        seen.append(call)
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes)]
+
+    monkeypatch.setattr(loader, "launch", note)
+    for keys in (256, 257, 128 * most, 4 * 128 * most):
+        given = arguments((1, keys, 1, 0, 0), mx.bfloat16)
+        attention.attention_metal(*given, heads="8", split="blocks", lanes=lanes, blocks=128)
+    assert [call.shapes[0][2] for call in seen[::2]] == [256 // most, 256 // most + 1, 128, 128]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from attention_cases import FRESH_SIZES, OP, SIZES, TILES, TYPES, arguments, fresh_arguments, settings
+from attention_cases import FRESH_SIZES, OP, SIZES, TILES, TYPES, arguments, fresh_arguments, kind, settings
 
 from engine.kernels import attention, loader
 from engine.ops import relative_rms
@@ -14,6 +14,7 @@ from engine.ops import relative_rms
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("tile", TILES, ids="-".join)
 def test_tile_agrees_with_the_reference_on_a_gpu(tile, dtype):
+    dtype = kind(tile, dtype)
     for size in SIZES:
         given = arguments(size, TYPES[dtype])
         error = relative_rms(attention.attention_metal(*given, **settings(tile)), OP.reference.run(*given))
@@ -47,3 +48,9 @@ def test_fresh_rows_that_are_not_the_querys_are_refused():
         attention.attention_metal(*given, fresh=(keys[:, :, 1:], values))
     with pytest.raises(loader.KernelError, match="one type"):
         attention.attention_metal(*given, fresh=(keys, values.astype(mx.bfloat16)))
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [("4", mx.bfloat16), ("8", mx.float32)])
+def test_tiles_that_do_not_exist_are_refused(heads, dtype):
+    with pytest.raises(loader.KernelError, match="lanes=tiles takes 8 heads a fetch and a 16-bit type"):
+        attention.attention_metal(*arguments(SIZES[0], dtype), heads=heads, lanes="tiles")
