@@ -452,21 +452,8 @@ def test_an_address_in_use_is_one_line(server, model):
     assert done.returncode == 2 and f"port {server.port}" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_default_model_is_made_once_and_says_that_it_is_noise(tmp_path, monkeypatch):
-    import engine
-
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine" / "__init__.py"))
-    made = find()
-    assert made.noise and made.path.is_relative_to(tmp_path) and (made.path / "tokenizer.json").is_file()
-    stamp = (made.path / "config.json").stat().st_mtime_ns
-    assert find() == made and (made.path / "config.json").stat().st_mtime_ns == stamp
-    assert [p.name for p in made.path.parent.iterdir()] == [made.path.name]
-    trained = tmp_path / "engine" / "tiny" / "checkpoint"
-    trained.mkdir(parents=True)
-    (trained / "config.json").touch()
-    assert find().path == trained and not find().noise
-    with pytest.raises(SourceError, match="no such folder"):
+def test_a_folder_that_is_not_there_is_named():
+    with pytest.raises(SourceError, match="nowhere: no such folder"):
         find("nowhere")
 
 

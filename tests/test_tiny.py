@@ -463,7 +463,7 @@ def test_it_is_the_default_of_sweeps_server_and_chat() -> None:
     model = models.find(compose.request([]))
     assert (model.name, model.kind, model.path, model.synthetic) == ("tiny", "checkpoint", str(CHECKPOINT), False)
     assert model.toy and model.missing is None and model.weights_hash == load(CHECKPOINT).info["weights_hash"]
-    assert find().path == CHECKPOINT and not find().noise
+    assert find().path == CHECKPOINT
     argv = [sys.executable, "-m", "engine", "chat", "--max-tokens", "60", "--thinking", "off"]
     root = Path(__file__).parents[1]
     question = "What does the class Thread in threading do?\n"

@@ -17,7 +17,7 @@ import psutil
 from engine.generate import Engine, Sampling
 from engine.serve.generation import Ask, Generation
 from engine.serve.reuse import Prefixes
-from engine.serve.source import DEFAULT, NOISE, REAL, find
+from engine.serve.source import DEFAULT, REAL, find
 from engine.serve.text import CLOSE, OPEN, Answer
 from engine.serve.worker import open_engine
 from engine.tokenizer import Tokenizer
@@ -192,8 +192,6 @@ def main(argv: list[str]) -> int:
     thinking = None if given.thinking is None else given.thinking == "on"
     prefixes = Prefixes(engine, 512, 1 << 30)
     chat = Chat(engine, tokenizer, prefixes, sampling, given.max_tokens, given.seed, thinking)
-    if source.noise:
-        print(NOISE, file=sys.stderr)
     print(f"{source.name}. {HELP}", file=sys.stderr)
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and recall for input())

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from engine.serve.app import Limits, Service
 from engine.serve.guard import Guard, is_loopback
 from engine.serve.requests import error_body
-from engine.serve.source import DEFAULT, NOISE, REAL, find
+from engine.serve.source import DEFAULT, REAL, find
 from engine.serve.worker import Worker
 
 OWED_S = 30.0
@@ -192,8 +192,6 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.ERROR, format="serve: %(message)s", stream=sys.stderr)
     server = Server(options)
     say = _say
-    if server.source.noise:
-        say(NOISE)
     if server.wide:
         key = (
             "every request needs the API key" if options.api_key else "ANYONE who reaches it can use it (no --api-key)"
