@@ -22,7 +22,6 @@ import mlx.core as mx
 
 from engine.config import ModelConfig
 
-
 Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
 """What a Gated DeltaNet layer's projections make of new rows: qkv, z, b, a, as `engine.ops.gated_delta` takes them."""
 Recurred = tuple[mx.array, list[mx.array], mx.array]

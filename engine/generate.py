@@ -23,7 +23,7 @@ from engine.device import activation_dtype, device_kind
 from engine.folded import FoldedModel
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
-from engine.sampling import Sampling, sample
+from engine.sampling import GREEDY, Sampling, sample
 from engine.speculative import Costs, Counts, Speculator
 from engine.weights import Weights
 
@@ -378,7 +378,7 @@ class Engine:
 
         return call
 
-    def _recorded(self, tally: dict, work: Callable[[], mx.array]) -> mx.array:
+    def _recorded(self, tally: dict, work: Callable[[], Any]) -> Any:
         """Run `work` while tracing and keep what it executed in `tally`, to be counted once per run of the trace."""
         captured = self.ops.recorder.capture()
         try:
@@ -404,7 +404,7 @@ class Engine:
         self,
         tokens: Sequence[int],
         max_tokens: int,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = GREEDY,
         seed: int | None = None,
         stop_ids: Sequence[int] = (),
     ) -> Generator[int, None, None]:
@@ -445,7 +445,7 @@ class Engine:
                 return
             yield token
 
-    def _draws(self, sampling: Sampling, key: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
+    def _draws(self, sampling: Sampling, key: mx.array | None) -> Iterator[tuple[mx.array, mx.array]]:
         """Tokens in flight, each with the flag that its logits were finite."""
         state = self.cache.state
         while True:
@@ -453,6 +453,7 @@ class Engine:
                 yield self.step(), state["finite"]
                 continue
             logits = self.score()
+            assert key is not None
             key, now = mx.random.split(key)
             state["token"] = sample(logits, sampling, now)
             mx.async_eval(state["token"])
@@ -461,7 +462,8 @@ class Engine:
     def logits(self, tokens: Sequence[int], phase: str = "prefill") -> mx.array:
         """Teacher-forced logits float32 ``[len(tokens), vocabulary]``; the cache advances.
 
-        phase: ``"prefill"`` runs the prefill's own chunks; ``"decode"`` runs the decode step, a row at a time.
+        phase: ``"prefill"`` runs the prefill's own chunks; ``"decode"`` runs the decode step, a row at a time; with a
+            drafter verifications of the full depth too, in turn with it.
         """
         self._check(tokens)
         self.cache.reserve(self.position + len(tokens))
@@ -472,9 +474,14 @@ class Engine:
                 rows.append(self.model.head(self._pass(tokens[start : start + chunk]))[0].astype(mx.float32))
                 mx.eval(rows[-1], self.cache.arrays())
         else:
-            for token in tokens:
-                self.cache.state["token"] = mx.array([token], dtype=mx.uint32)
+            at = 0
+            while at < len(tokens):
+                self.cache.state["token"] = mx.array([tokens[at]], dtype=mx.uint32)
                 rows.append(self.score().astype(mx.float32))
+                at += 1
+                if self.speculator is not None:
+                    rows += self.speculator.score(tokens[at:])
+                    at = sum(row.shape[0] for row in rows)
                 mx.eval(rows[-1])
         return mx.concatenate(rows)
 

@@ -24,6 +24,10 @@ class Sampling:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
+GREEDY = Sampling()
+"""The likeliest token, always."""
+
+
 def kept_scores(logits: mx.array, how: Sampling) -> mx.array:
     """Scores float32 ``[rows, vocabulary]`` whose softmax is what `sample` draws from; cut tokens are ``-inf``.
 

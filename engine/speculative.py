@@ -32,7 +32,7 @@ from engine.cache import Cache, Core, ExactView, Inputs, Snapshot, TracedView, b
 from engine.config import EngineConfig, ModelConfig, SpeculativeConfig
 from engine.model import Model, best_of
 from engine.ops.registry import DECODE_ROWS, VariantUnsupported
-from engine.sampling import Sampling, kept_scores
+from engine.sampling import GREEDY, Sampling, kept_scores
 from engine.weights import Matrix
 
 if TYPE_CHECKING:
@@ -197,9 +197,7 @@ def agreed(drafts: Sequence[int], choices: Sequence[int]) -> int:
     return len(drafts)
 
 
-def accept_sampled(
-    target: mx.array, proposal: mx.array, drafts: mx.array, key: mx.array
-) -> tuple[mx.array, mx.array]:
+def accept_sampled(target: mx.array, proposal: mx.array, drafts: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
     """Rejection sampling of drafts: what comes out is distributed as if the model alone had been sampled.
 
     Draft i, drawn from ``q_i``, is kept with probability ``min(1, p_i / q_i)``; the first that is not is replaced by a
@@ -363,7 +361,7 @@ class MtpDrafter:
         if frequent is not None:
             self.ids = mx.array(list(frequent), dtype=mx.uint32)
             self.matrix = _rows_of(self.matrix, self.ids)
-            mx.eval(self.ids, [a for a in (self.matrix.weight, self.matrix.scales, self.matrix.biases) if a is not None])
+            mx.eval(self.matrix.weight, self.matrix.scales, self.matrix.biases)
         self._epoch = 0
         self._waiting: list[tuple[mx.array, mx.array]] = []
         self._tail: mx.array | None = None
@@ -843,13 +841,23 @@ class Speculator:
 
     def restore(self, snapshot: Any, position: int) -> None:
         """Back to a snapshot; None for a cache of `position` tokens whose past is not known."""
-        tokens, mark = snapshot or ((), None)
-        self._history, self._device_from, self._misses = list(tokens), 0, 0
+        tokens, mark = snapshot or ([], None)
+        self._history, self._device_from, self._misses = [*tokens], 0, 0
         self.drafter.restore(mark, position)
 
     def arrays(self) -> list[mx.array]:
         """What the drafter holds on the device."""
         return self.drafter.arrays()
+
+    def score(self, tokens: Sequence[int]) -> list[mx.array]:
+        """Logits float32 of the first ``depth + 1`` tokens in one verification, all kept; none if fewer are given."""
+        count = self.config.depth + 1
+        if self.idle or len(tokens) < count:
+            return []
+        fed = list(tokens[:count])
+        verified = self.verifier.run(mx.array(fed, dtype=mx.uint32), True)
+        self.observe(fed, verified.hidden)
+        return [verified.chosen.astype(mx.float32)]
 
     # -- decoding --------------------------------------------------------------------------
 
@@ -857,7 +865,7 @@ class Speculator:
         self,
         token: int,
         limit: int,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = GREEDY,
         key: mx.array | None = None,
         stops: frozenset[int] = frozenset(),
     ) -> Generator[int, None, None]:
@@ -913,9 +921,7 @@ class Speculator:
             self.engine.ops.recorder.record("draft", self.config.drafter, f"depth {draft.ids.shape[0]}")
         return draft
 
-    def _plain(
-        self, token: int, count: int, sampling: Sampling, key: mx.array | None
-    ) -> Generator[int, None, None]:
+    def _plain(self, token: int, count: int, sampling: Sampling, key: mx.array | None) -> Generator[int, None, None]:
         """`count` steps without drafts, in flight as the configuration says."""
         engine = self.engine
         engine.cache.state["token"] = mx.array([token], dtype=mx.uint32)

@@ -58,7 +58,9 @@ def test_right_drafts_choose_a_depth_wherever_the_table_pays(costs):
         assert control.next_depth() == best
 
 
-@pytest.mark.parametrize("costs", [CHEAP, Costs((1,) * 8, states=0.0), GUESSED["metal"]], ids=["cheap", "free", "metal"])
+@pytest.mark.parametrize(
+    "costs", [CHEAP, Costs((1,) * 8, states=0.0), GUESSED["metal"]], ids=["cheap", "free", "metal"]
+)
 def test_wrong_drafts_are_given_up_within_sixteen_tokens(costs):
     control, tokens = DepthController(costs, 7), 0
     while depth := control.next_depth():

@@ -81,9 +81,7 @@ def plain(weights):
 
 
 def worst(got, want) -> float:
-    return max(
-        float((mx.abs(got[name] - want[name]).max() / mx.abs(want[name]).max()).item()) for name in want
-    )
+    return max(float((mx.abs(got[name] - want[name]).max() / mx.abs(want[name]).max()).item()) for name in want)
 
 
 # -- contract one: rollback is exact -------------------------------------------------------------
@@ -166,7 +164,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(weights, drafter, exact):
 
 
 def test_what_ran_is_on_record(weights):
-    engine = make(weights, drafter="mtp", depth=2)
+    engine = make(weights, drafter="mtp", depth=2, rollback="replay")
     engine.decode(engine.prefill(REPEATED), 6)
     ran = {(row["op"], row["variant"], row["tile"]) for row in engine.executed()}
     assert {("draft", "mtp", "depth 2"), ("verify", "replay", "rows 3"), ("token_feedback", "device", "")} <= ran
@@ -297,7 +295,7 @@ def test_reused_prefixes_and_drafts_together(weights, drafter, budget):
 
 
 def test_plain_steps_between_drafts_keep_the_drafter_in_step(weights):
-    """`step`, `score` and `logits` feed tokens too; drafts after them are those of an engine that saw them prefilled."""
+    """`step`, `score` and `logits` feed tokens too: drafts after them are those after one prefill."""
     engine, straight = (make(weights, drafter="mtp", depth=3) for _ in range(2))
     engine.prefill(IDS[:30], last=False)
     engine.logits(IDS[30:33], phase="decode")
@@ -306,6 +304,15 @@ def test_plain_steps_between_drafts_keep_the_drafter_in_step(weights):
     ask = lambda e: e.speculator.drafter.draft(e.speculator.history(), IDS[40], 3, Sampling(), None)  # noqa: E731
     assert engine.speculator.history() == IDS[:40]
     assert ask(engine).ids.tolist() == ask(straight).ids.tolist()
+
+
+def test_the_guard_scores_verified_rows_too(weights):
+    """Teacher-forced logits of a drafting arm pass through its verification, and are those of the plain step."""
+    engine, want = make(weights, drafter="mtp", depth=3), make(weights).logits(IDS[:23], phase="decode")
+    got = engine.logits(IDS[:23], phase="decode")
+    assert got.shape == want.shape and float(mx.abs(got - want).max().item()) < 1e-4
+    assert {"rows 4"} == {row["tile"] for row in engine.executed() if row["op"] == "verify"}
+    assert engine.speculator.history() == IDS[:23]
 
 
 def test_a_bad_state_stops_a_drafted_decode(weights):
