@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from pathlib import Path
 
 from reports import text
 from reports.gate import Answer, Line
+from sweeps.environment import ci
 
 _TITLES = {0: "no confirmed slowdown", 1: "slower", 2: "cannot tell"}
 _LEVELS = {"slower": "error", "suspect": "warning", "cannot tell": "warning"}
@@ -84,7 +84,7 @@ def _undecided(case: ET.Element, said: str, strict: bool) -> None:
     ET.SubElement(case, "failure" if strict else "skipped", message=text.one_line(said))
 
 
-def annotations(answer: Answer, strict: bool = False) -> list[str]:
+def annotated(answer: Answer, strict: bool = False) -> list[str]:
     """Workflow commands for GitHub Actions: an error for each confirmed slowdown, a warning for each doubt."""
     undecided = "error" if strict else "warning"
     made = []
@@ -118,7 +118,7 @@ def announce(
     Raises:
         OSError: a file that cannot be written.
     """
-    environment = os.environ if environment is None else environment
+    environment = ci() if environment is None else environment
     summary = markdown(answer, strict)
     if summary_file is not None:
         summary_file.write_text(summary, encoding="utf-8")
@@ -127,5 +127,5 @@ def announce(
     if step := environment.get("GITHUB_STEP_SUMMARY"):
         with Path(step).open("a", encoding="utf-8") as file:
             file.write(summary)
-    lines = annotations(answer, strict) if environment.get("GITHUB_ACTIONS") == "true" else []
+    lines = annotated(answer, strict) if environment.get("GITHUB_ACTIONS") == "true" else []
     return [*lines, text.one_line(answer.reason)]

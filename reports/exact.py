@@ -6,7 +6,6 @@ The committed files are ``.github/exact/<device kind>.json``; `renew` writes the
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from reports import text
 from reports.facts import finite, flatten
 from reports.load import ReportError
+from sweeps.environment import ci
 
 FORMAT = 1
 COMMITTED = Path(".github") / "exact"
@@ -93,7 +93,7 @@ def renew(counted: Path, against: Path | None = None) -> Path:
 
 def announce(answer: Exact, environment: Mapping[str, str] | None = None) -> list[str]:
     """Lines for stdout: what rose and changed, as annotations under GitHub Actions, and the verdict last."""
-    environment = os.environ if environment is None else environment
+    environment = ci() if environment is None else environment
     mark = environment.get("GITHUB_ACTIONS") == "true"
     bad = [f"rose: {line}" for line in answer.rose] + [f"another variant: {line}" for line in answer.changed]
     lines = [f"::error title=exact::{text.one_line(line)}" if mark else line for line in bad]

@@ -13,6 +13,7 @@ code 2, never 0.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
@@ -228,7 +229,7 @@ def _answer(
     if second is not None:
         found = {n: a.estimate for n, a in second.items() if a.verdict not in ("blocked", "unsupported")}
         confirmation = confirm_stage(stage, found, margins)
-    words = {n: _word(a, size) for n, a in first.items() if a.verdict != "unsupported"}
+    words: dict[str, Verdict] = {n: _word(a, size) for n, a in first.items() if a.verdict != "unsupported"}
     decided = decide(stage, confirmation, words, [str(d) for d in doubts])
     lines = tuple(_line(name, asked, stage, confirmation, second or {}, size) for name, asked in names.items())
     reason = decided.reason
@@ -334,7 +335,7 @@ def _estimate(r: Result) -> Estimate:
 def changed_ops(runs: Sequence[RunRow], before: str, after: str) -> list[str]:
     """Ops whose code or chosen variant differs between two arms, with what differs, as the processes recorded them."""
     for run in runs:
-        arms = run.model.get("arms") if isinstance(run.model.get("arms"), dict) else {}
+        arms = _arms(run)
         one, other = arms.get(before) or {}, arms.get(after) or {}
         old, new = one.get("identity") or {}, other.get("identity") or {}
         chosen = one.get("chosen") or {}, other.get("chosen") or {}
@@ -347,6 +348,12 @@ def changed_ops(runs: Sequence[RunRow], before: str, after: str) -> list[str]:
         if old or new:
             return made
     return []
+
+
+def _arms(run: RunRow) -> dict[str, dict[str, Any]]:
+    """What the arms of a process said of themselves, by name."""
+    told = run.model.get("arms")
+    return {str(k): v for k, v in told.items() if isinstance(v, dict)} if isinstance(told, dict) else {}
 
 
 def _short(value: Any) -> str:
@@ -379,8 +386,8 @@ def _against_kept(seen: Study, kept: Study) -> dict[str, _Asked]:
         margin = margins.get((phase, frontier), LEAST_MARGIN)
         if now is None or now.median is None:
             why = f"{now.gap or 'no rate'}: {now.reason}" if now else "this run did not measure it"
-            nothing = Estimate(None, None, None, None, None, 0, "session", None, None, None, (), None, None, "none")
-            made[name] = _Asked(f"{arm} then and now", phase, frontier, nothing, margin, "unsupported", why)
+            none = _nothing(0, "no estimate")
+            made[name] = _Asked(f"{arm} then and now", phase, frontier, none, margin, "unsupported", why)
             continue
         estimate = _unpaired(now, before, margin)
         word, reason = judge(estimate, margin)
@@ -396,18 +403,21 @@ def _unpaired(now: Cell, before: Cell, margin: float) -> Estimate:
     method = "sessions of two runs, not paired; Welch's t"
     if units < 2:
         reason = "a run of one process: how much of this is noise cannot be told"
-        none = (None,) * 4
-        return Estimate(math.exp(mean), *none, units, "session", None, None, None, counts, None, None, method, reason)
+        lone = _nothing(units, method, reason)
+        return dataclasses.replace(lone, ratio=math.exp(mean), blocks=counts)
     va, vb = float(np.var(a, ddof=1)) / len(a), float(np.var(b, ddof=1)) / len(b)
     error = math.sqrt(va + vb)
     df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1)) if error else float(units - 1)
     half95, half90 = (float(special.stdtrit(df, q)) * error for q in (0.975, 0.95))
-    ends = [math.exp(mean + h) for h in (-half95, half95, -half90, half90)]
+    low, high, low90, high90 = (math.exp(mean + h) for h in (-half95, half95, -half90, half90))
     could = detectable_ratio(error, df, margin) if error else 1 + margin
-    return Estimate(math.exp(mean), *ends, units, "session", could, None, None, counts, error, df, method)
+    ratio = math.exp(mean)
+    return Estimate(ratio, low, high, low90, high90, units, "session", could, None, None, counts, error, df, method)
 
 
-_ACCEPTED = {"os": "OS", "mlx": "MLX", "mlx_lm": "MLX-LM"}
+def _nothing(units: int, method: str, reason: str | None = None) -> Estimate:
+    """An estimate without a number."""
+    return Estimate(None, None, None, None, None, units, "session", None, None, None, (), None, None, method, reason)
 
 
 def identity(run: RunRow) -> dict[str, tuple[str, str]]:
@@ -571,7 +581,7 @@ def _twins(seen: Study) -> list[str]:
 def _swapped_checkouts(seen: Study) -> list[Doubt]:
     """Base against head: the base must not be the newer commit."""
     for run in seen.rows.runs:
-        arms = run.model.get("arms") if isinstance(run.model.get("arms"), dict) else {}
+        arms = _arms(run)
         dates = {name: facts.finite((arms.get(name) or {}).get("commit_time")) for name in ("base", "head")}
         if dates["base"] and dates["head"] and dates["base"] > dates["head"]:
             return [Doubt("swapped", "the base's commit is newer than the head's: were the checkouts exchanged?")]
@@ -589,7 +599,7 @@ def _notes(seen: Study, kept: Study | None, ignored: Sequence[str]) -> list[str]
         if ops:
             made.append(f"ops changed since the baseline: {', '.join(ops)}")
     for run in seen.rows.runs[:1]:
-        arms = run.model.get("arms") if isinstance(run.model.get("arms"), dict) else {}
+        arms = _arms(run)
         for name in ("base", "head"):
             if name in arms:
                 made.append(f"{name}: commit {_short(arms[name].get('commit'))}, code {_short(arms[name].get('code'))}")
@@ -604,7 +614,7 @@ def _settings(one: Study, arm: str) -> str:
 
 
 def _ops_since(kept: Study, seen: Study) -> list[str]:
-    then, now = (((s.rows.runs[0].model.get("arms") or {}) if s.rows.runs else {}) for s in (kept, seen))
+    then, now = (_arms(s.rows.runs[0]) if s.rows.runs else {} for s in (kept, seen))
     made: dict[str, None] = {}
     for arm in set(then) & set(now):
         old, new = (side[arm].get("identity") or {} for side in (then, now))

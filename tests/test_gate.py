@@ -296,15 +296,15 @@ def test_forms_agree_on_the_verdict(tmp_path: Path) -> None:
     page, xml = announce.markdown(slow), ET.fromstring(announce.junit(slow))
     assert page.startswith("## Gate: slower") and "5.3\N{NO-BREAK SPACE}% slower" in page and "experts" in page
     assert xml.get("failures") == "1" and xml.get("skipped") == "0"
-    (line,) = announce.annotations(slow)
+    (line,) = announce.annotated(slow)
     assert line.startswith("::error title=slower::") and "256" in line
 
     doubtful = gate(write(tmp_path / "noisy", tables(margin=0.2)))
     assert "neutral" in announce.markdown(doubtful) and "counts as failure" in announce.markdown(doubtful, strict=True)
     assert ET.fromstring(announce.junit(doubtful)).get("failures") == "0"
     assert int(ET.fromstring(announce.junit(doubtful, strict=True)).get("failures") or 0) > 0
-    assert all(line.startswith("::warning") for line in announce.annotations(doubtful))
-    assert all(line.startswith("::error") for line in announce.annotations(doubtful, strict=True))
+    assert all(line.startswith("::warning") for line in announce.annotated(doubtful))
+    assert all(line.startswith("::error") for line in announce.annotated(doubtful, strict=True))
 
 
 def test_summary_junit_and_annotations_from_the_command_line(
@@ -330,7 +330,7 @@ def test_a_reason_cannot_start_a_workflow_command(tmp_path: Path) -> None:
     answer = gate(
         write(tmp_path / "r", tables(verdict="unsupported", reason="x\n::error::forged\n%0A::stop-commands::"))
     )
-    for line in announce.annotations(answer):
+    for line in announce.annotated(answer):
         assert "\n" not in line and "%0A" not in line
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -179,15 +178,13 @@ class Child:
 
     def __init__(self, key: tuple[str, str], job: Job):
         self.checkout, self.key = Path(key[0]), key
-        environment = {**os.environ, "PYTHONPATH": str(self.checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-        # -P keeps this checkout's folder off the child's path; a group of its own keeps Ctrl-C from it, so that the
-        # harness can finish its row. The child ends by itself when its pipe closes.
+        # The child puts the checkout first on its path; -P keeps this folder off it. A group of its own keeps Ctrl-C
+        # from it, so that the harness can finish its row; it ends by itself when its pipe closes.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD), str(self.checkout)],
+            [sys.executable, "-P", "-B", str(_CHILD), str(self.checkout)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=self.checkout,
-            env=environment,
             start_new_session=True,
         )
         self._users: set[int] = set()

@@ -1,4 +1,4 @@
-"""The child of `sweeps.subjects.remote`: ``python -P remote_child.py CHECKOUT``, with PYTHONPATH set to the checkout.
+"""The child of `sweeps.subjects.remote`: ``python -P remote_child.py CHECKOUT``.
 
 It belongs to the head, but everything it imports comes from the checkout that it serves. One request a line on stdin,
 ``{"call", "subject", "arguments"}``; one answer a line on stdout, ``{"value"}``, ``{"error", "message"}`` or
@@ -180,6 +180,7 @@ def main() -> None:
     # Whatever a library prints must not get between the answers.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    sys.path.insert(0, sys.argv[1])
     server = Server(Path(sys.argv[1]))
     for line in sys.stdin.buffer:
         asked = json.loads(line)
