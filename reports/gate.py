@@ -52,6 +52,7 @@ DOUBTS: dict[str, str] = {
     "swapped": "what should come first was measured, or written, last",
     "partly skipped": "some windows of a point were skipped or failed",
     "failed": "a point ended in an error, a timeout or out of memory",
+    "unconfirmed": "what looked slower is neither confirmed nor ruled out by the fresh sessions",
     "not run": "a contrast cannot run here, or the plan left it out",
     "other machine": "measured on another machine than what it is held against",
     "other model": "measured with another model, weights or prompt",
@@ -229,6 +230,13 @@ def _answer(
     if second is not None:
         found = {n: a.estimate for n, a in second.items() if a.verdict not in ("blocked", "unsupported")}
         confirmation = confirm_stage(stage, found, margins)
+        # Fresh sessions clear a suspect only where they rule the slowdown out, not where they are too noisy to see it.
+        doubts += [
+            Doubt("unconfirmed", f"{name} looked slower, and the fresh sessions neither confirm nor rule it out")
+            for name in stage.slower
+            if name in found and name not in (*confirmation.slower, *confirmation.untestable)
+            if _word(second[name], size) not in ("same", "faster")
+        ]
     words: dict[str, Verdict] = {n: _word(a, size) for n, a in first.items() if a.verdict != "unsupported"}
     decided = decide(stage, confirmation, words, [str(d) for d in doubts])
     lines = tuple(_line(name, asked, stage, confirmation, second or {}, size) for name, asked in names.items())

@@ -207,6 +207,13 @@ def test_a_confirmation_is_later_and_is_no_copy(tmp_path: Path) -> None:
         gate(slow, [slow])
 
 
+def test_fresh_sessions_that_see_nothing_do_not_clear_a_suspect(tmp_path: Path) -> None:
+    slow = write(tmp_path / "slow", tables("slow", 0.95))
+    vague = tables("vague", 0.96, began=5, low=0.88, high=1.05, verdict="unclear")
+    answer = gate(slow, [write(tmp_path / "vague", vague)])
+    assert answer.code == 2 and kinds(answer) == ["unconfirmed"]
+
+
 @pytest.mark.parametrize(("low", "margin", "code"), [(0.97, 0.02, 0), (0.93, 0.02, 2), (0.97, 0.06, 2)])
 def test_unclear_passes_only_where_five_percent_are_ruled_out(
     low: float, margin: float, code: int, tmp_path: Path

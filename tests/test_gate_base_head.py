@@ -45,7 +45,8 @@ ADAPTER = """
         return Mine(StubOptions(**{options!r}))
 """
 
-FAST = {"ns_per_row": 50_000, "ns_per_step": 4_000_000, "vocab": 256}
+# A window is one sleep of 38 ms: how much a sleep overshoots is the noise, and it strikes once.
+FAST = {"ns_per_row": 600_000, "ns_per_step": 2_000_000, "vocab": 256}
 
 
 def checkout(folder: Path, code: str = "a", **options: float) -> Path:
@@ -62,7 +63,7 @@ def two(folder: Path, base: Path, head: Path, sessions: int, blocks: int, run_id
         Arm(n, "engine", options={"checkout": str(p), "process": again}, hash=n.split(".")[0], aa=bool(again))
         for n, (p, again) in sides.items()
     ]
-    made = [p for p in points((64,), blocks, tokens=8) if p.phase == "decode"]
+    made = [p for p in points((64,), blocks, tokens=8) if p.phase == "prefill"]
     what = job(folder, arms, made, sessions=sessions)
     what.run_id = run_id
     what.contrasts = [Contrast("head vs base", "head", "base"), Contrast("A/A", "head.again", "head")]
@@ -109,7 +110,7 @@ def no_child_is_left() -> Iterator[None]:
 
 
 def named(answer: Answer) -> bool:
-    return answer.code == 1 and "decode at 64 is" in answer.reason and "changed ops: experts (a to b)" in answer.reason
+    return answer.code == 1 and "prefill at 64 is" in answer.reason and "changed ops: experts (a to b)" in answer.reason
 
 
 def test_planted_slowdown_is_confirmed_and_named_on_the_real_clock(tmp_path: Path) -> None:
@@ -119,16 +120,21 @@ def test_planted_slowdown_is_confirmed_and_named_on_the_real_clock(tmp_path: Pat
     assert (tmp_path / "run" / "work" / "confirmation" / "runs.jsonl").is_file()
 
 
+SLOW_RUNS, SAME_RUNS = 10, 20
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_real_runs_of_the_stub(tmp_path: Path) -> None:
-    slow = [gated(tmp_path / f"slow{i}", 1.05, sessions=5, blocks=12) for i in range(10)]
-    same = [gated(tmp_path / f"same{i}", 1.0, sessions=5, blocks=12) for i in range(20)]
+    slow = [gated(tmp_path / f"slow{i}", 1.05, sessions=5, blocks=12) for i in range(SLOW_RUNS)]
+    same = [gated(tmp_path / f"same{i}", 1.0, sessions=5, blocks=12) for i in range(SAME_RUNS)]
     codes = [answer.code for answer in same]
-    print(f"planted 5 %: {sum(map(named, slow))} of 10; unchanged: {[codes.count(c) for c in (0, 1, 2)]} of 0, 1, 2")
+    print(
+        f"planted 5 %: {sum(map(named, slow))} of {SLOW_RUNS}; unchanged: {[codes.count(c) for c in (0, 1, 2)]} of 0, 1, 2"
+    )
     print(*(answer.reason for answer in (*slow, *same) if answer.code == 2), sep="\n")
-    assert sum(map(named, slow)) >= 9
-    assert codes.count(1) == 0 and codes.count(0) >= 16
+    assert sum(map(named, slow)) >= 0.9 * SLOW_RUNS
+    assert codes.count(1) == 0 and codes.count(0) >= 0.8 * SAME_RUNS
 
 
 def remote(tmp_path: Path, **options: float) -> Remote:
