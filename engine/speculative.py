@@ -13,6 +13,9 @@ al., arXiv:2302.01318).
 - Greedy tokens equal plain decoding but for near-ties: a product over several rows may round in another order than
   over one. ``exact_verify`` runs the rows one at a time through the very step of plain decoding and closes even that.
 - The depth follows measured acceptance and the costs it is given (`Costs`); there is no clock here.
+- With ``decode.trace=step`` a verification is compiled once for each number of rows and bucket of positions, else it
+  runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain steps in between
+  keep to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Acceptance and speed of drafting on the embedded model: ``python -m tests.speculative_figures [tokens]``.
+"""Acceptance and speed of drafting on the embedded model: ``python -m tests.speculative_figures [tokens] [kind]``.
 
 For held-out code and prose, each drafter and depths 1 to 4: drafts accepted, tokens a verification, and the time of
-plain decoding over that with drafts. Times are of this process alone, the best of three alternating runs.
+plain decoding over that with drafts. Times are processor time of this process, the best of three alternating runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = Path(package.__file__).parent / "tiny"
 PROMPT = 256
 
 
-def main(tokens: int) -> None:
+def main(tokens: int = 96, *kinds: str) -> None:
     """Print one line for each setting."""
     held = load(HERE / "checkpoint", mx.float32)
 
@@ -30,7 +30,7 @@ def main(tokens: int) -> None:
         config = EngineConfig(decode=DecodeConfig(trace="eager"), speculative=SpeculativeConfig(**fields))
         return Engine(held.config, held.weights, config, held.tokenizer.real_vocab)
 
-    for kind in ("code", "prose"):
+    for kind in kinds or ("code", "prose"):
         ids = held.tokenizer.encode((HERE / f"heldout/{kind}.txt").read_text(encoding="utf-8")[: 8 * PROMPT])[:PROMPT]
         settings = [(d, n, a) for d in ("mtp", "ngram") for n, a in ((1, 0), (2, 0), (3, 0), (4, 0), (4, 1))]
         for drafter, depth, adaptive in settings:
@@ -61,4 +61,4 @@ def _first(a: list[int], b: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 96)
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])
