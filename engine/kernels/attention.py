@@ -24,10 +24,10 @@ CHUNK = 256
 """Positions per part when keys are split in chunks."""
 HEADS = ("8", "4", "2", "1")
 SPLITS = ("none", "chunks", "blocks")
-LANES = ("coalesced", "apart", "tiles")
+LANES = ("coalesced", "apart", "tiles", "tiles_ahead")
 TILE_HEADS = 8
 """Query heads of a matrix tile."""
-LEAST_PART = {"coalesced": 32, "apart": 32, "tiles": 64}
+LEAST_PART = {"coalesced": 32, "apart": 32, "tiles": 64, "tiles_ahead": 64}
 """Positions of a part below which another part costs more than it saves."""
 SPLIT_SIMDGROUPS = 4
 MERGE_SIMDGROUPS = 8
@@ -86,8 +86,8 @@ def attention_metal(
     heads: query heads that share a fetch: ``1``, ``2``, ``4``, ``8``; ``best`` is as many as divide the group.
     split: ``none`` (one part, one launch), ``chunks`` (256 positions each, their number grows with the cache) or
         ``blocks`` (`blocks` parts, their length grows; fewer where the keys shown would leave them too short).
-    lanes: ``coalesced`` (neighbouring 16-byte words), ``apart``, or ``tiles``: neighbouring words as matrix tiles, for
-        8 heads a fetch and 16-bit types.
+    lanes: ``coalesced`` (neighbouring 16-byte words), ``apart``, or, for 8 heads a fetch and 16-bit types, ``tiles``
+        (neighbouring words as matrix tiles) and ``tiles_ahead`` (the same with every load of a step under way first).
     fresh: keys and values of the new rows themselves, ``[1, kv heads, rows, 256]``; `keys` and `values` then give the
         positions before `position` alone (None: all that they hold), and the new rows need not be in the cache yet.
 
@@ -109,10 +109,10 @@ def attention_metal(
     if split not in SPLITS or lanes not in LANES or blocks < 1:
         raise KernelError(f"decode_attention=metal has no split={split} lanes={lanes} blocks={blocks}")
     packed = heads_per_fetch(heads, n_heads // kv_heads)
-    tiles = lanes == "tiles"
+    tiles = lanes.startswith("tiles")
     if tiles and (packed != TILE_HEADS or q.dtype == mx.float32):
         raise KernelError(
-            f"decode_attention.lanes=tiles takes {TILE_HEADS} heads a fetch and a 16-bit type, "
+            f"decode_attention.lanes={lanes} takes {TILE_HEADS} heads a fetch and a 16-bit type, "
             f"not {packed} and {q.dtype}; take lanes=coalesced"
         )
     # Without `fresh` the new rows are the last of the keys.
@@ -121,7 +121,7 @@ def attention_metal(
     parts = {"none": 1, "chunks": -(-(start + rows) // CHUNK), "blocks": min(blocks, most)}[split]
     final = parts == 1
     kernel = loader.load(TOPIC)["tiles" if tiles else "split"]
-    own = {} if tiles else {"G": packed, "COALESCED": lanes == "coalesced"}
+    own = {"AHEAD": lanes == "tiles_ahead"} if tiles else {"G": packed, "COALESCED": lanes == "coalesced"}
     width = SPLIT_SIMDGROUPS * SIMD
     partial, sums = loader.launch(
         Launch(

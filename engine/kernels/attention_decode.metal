@@ -230,14 +230,17 @@ UNROLL for (int g = 0; g < G; ++g) {
 // inputs: q keys values fresh_keys fresh_values position scale
 // dense: position scale
 // outputs: partial sums
-// template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool FINAL, bool FRESH
+// template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool AHEAD, bool FINAL, bool FRESH
 //
 // What `split` computes, by matrix tiles: 8 query heads of a key/value head are the columns, positions the rows of the
 // scores, columns of values the rows of the output. Weights are rounded to T, a 16-bit type, and added in float32.
 // partial and sums, CHUNK, FINAL and FRESH as there. Grid: (rows × parts) × (heads / 8) threadgroups, rows first, since
 // threadgroups that start together then read the same keys and values.
 //
-// A step of a simdgroup is 32 positions. Keys are taken as 16-byte words along a row, four lanes a row: the words of a
+// AHEAD  a step of a simdgroup is 16 positions, whose keys and values are all on their way before any is used: 16 KiB in
+//         flight for 128 registers. Otherwise it is 32 positions, loaded where they are used.
+//
+// Keys are taken as 16-byte words along a row, four lanes a row: the words of a
 // lane are the columns of four tiles, so these hold the dimensions in another order, and the query is laid out to match.
 // Values are taken as 16-byte words of the two rows that are neighbours in a tile, and paired number by number.
 // Positions past the end read the last row instead and get no weight.
@@ -299,46 +302,61 @@ UNROLL for (int t = 0; t < 16; ++t) sum_fill(out[t], 0.0f);
 float largest[2] = {NOTHING, NOTHING};
 float weight_sum[2] = {0.0f, 0.0f};
 
-for (uint base = first + simdgroup * 32u; base < end; base += uint(SIMDGROUPS) * 32u) {
-  sum_tile score[2];
-  UNROLL for (int p = 0; p < 2; ++p) sum_fill(score[p], 0.0f);
-  const device T* key_row[4];
-  UNROLL for (uint a = 0u; a < 4u; ++a) {
-    const uint wanted = base + a * 8u + tile_r;
-    const uint at = wanted < end ? wanted : end - 1u;
-    key_row[a] = key_rows + at * keys_strides[2] + tile_c * 4u;
-    if constexpr (FRESH) {
-      if (at >= cached) key_row[a] = fresh_key_rows + (at - cached) * fresh_keys_strides[2] + tile_c * 4u;
+constexpr int TILES = AHEAD ? 1 : 2;
+const uint kept = FRESH ? cached : 0xffffffffu;
+constexpr uint STEP = 16u * uint(TILES);
+
+for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) * STEP) {
+  const device T* key_row[TILES * 2];
+  UNROLL for (int a = 0; a < TILES * 2; ++a) {
+    const uint at = base + uint(a) * 8u + tile_r;
+    key_row[a] = tile_c * 4u +
+                 row_of(key_rows, keys_strides[2], fresh_key_rows, fresh_keys_strides[2], kept, at, end);
+  }
+  uint key[8][TILES * 2][4];
+  uint value[TILES][4][4][4];
+  if constexpr (AHEAD) {
+    UNROLL for (int j = 0; j < 8; ++j) {
+      UNROLL for (int a = 0; a < TILES * 2; ++a) load_pairs(key_row[a] + j * 32, key[j][a]);
     }
+    UNROLL for (int a = 0; a < 4; ++a) {
+      const uint at = base + uint(a / 2) * 8u + tile_c + uint(a % 2);
+      const device T* value_row =
+          row_of(value_rows, values_strides[2], fresh_value_rows, fresh_values_strides[2], kept, at, end);
+      UNROLL for (int j = 0; j < 4; ++j) load_pairs(value_row + tile_r * 8u + j * 64, value[0][j][a]);
+    }
+    // Nothing to wait for, but compilers do not move loads past it.
+    simdgroup_barrier(mem_flags::mem_none);
+  }
+
+  // Two sums a tile, since each product waits for the one before it in a sum.
+  sum_tile score[TILES][2];
+  UNROLL for (int p = 0; p < TILES; ++p) {
+    UNROLL for (int h = 0; h < 2; ++h) sum_fill(score[p][h], 0.0f);
   }
   UNROLL for (int j = 0; j < 8; ++j) {
-    uint key[4][4];
-    UNROLL for (int a = 0; a < 4; ++a) {
-      const uint4 word = ((const device uint4*)(key_row[a] + j * 32))[0];
-      key[a][0] = word.x;
-      key[a][1] = word.y;
-      key[a][2] = word.z;
-      key[a][3] = word.w;
+    if constexpr (!AHEAD) {
+      UNROLL for (int a = 0; a < TILES * 2; ++a) load_pairs(key_row[a] + j * 32, key[j][a]);
     }
     UNROLL for (int h = 0; h < 2; ++h) {
       right_tile<T> right;
       UNROLL for (int i = 0; i < 2; ++i) right_set(right, i, shared_q[uint((2 * j + h) * 64 + i) + lane * 2u]);
-      UNROLL for (int p = 0; p < 2; ++p) {
+      UNROLL for (int p = 0; p < TILES; ++p) {
         left_tile<T> left;
         UNROLL for (int i = 0; i < 2; ++i) {
-          UNROLL for (int k = 0; k < 2; ++k) left_set(left, i, k, key[2 * p + i][2 * h + k]);
+          UNROLL for (int k = 0; k < 2; ++k) left_set(left, i, k, key[j][2 * p + i][2 * h + k]);
         }
-        tile_multiply(score[p], left, right);
+        tile_multiply(score[p][h], left, right);
       }
     }
   }
 
-  float weight[2][4];
+  float weight[TILES][4];
   float top[2] = {largest[0], largest[1]};
-  UNROLL for (int p = 0; p < 2; ++p) {
+  UNROLL for (int p = 0; p < TILES; ++p) {
     UNROLL for (int i = 0; i < 4; ++i) {
       const bool inside = base + uint(p * 16 + i / 2 * 8) + tile_r < end;
-      weight[p][i] = inside ? sum_get(score[p], i) * scale[0] : NOTHING;
+      weight[p][i] = inside ? (sum_get(score[p][0], i) + sum_get(score[p][1], i)) * scale[0] : NOTHING;
       top[i % 2] = weight[p][i] > top[i % 2] ? weight[p][i] : top[i % 2];
     }
   }
@@ -349,43 +367,37 @@ for (uint base = first + simdgroup * 32u; base < end; base += uint(SIMDGROUPS) *
     largest[s] = top[s];
     weight_sum[s] *= fade[s];
   }
-  right_tile<T> weights[2];
-  UNROLL for (int p = 0; p < 2; ++p) {
+  right_tile<T> weights[TILES];
+  UNROLL for (int p = 0; p < TILES; ++p) {
     UNROLL for (int i = 0; i < 4; ++i) {
       const float w = exp2_of(weight[p][i] - largest[i % 2]);
       weight_sum[i % 2] += w;
-      sum_set(score[p], i, w);
+      sum_set(score[p][0], i, w);
     }
-    right_from_sums(weights[p], score[p]);
+    right_from_sums(weights[p], score[p][0]);
   }
   UNROLL for (int t = 0; t < 16; ++t) {
     UNROLL for (int i = 0; i < 4; ++i) sum_set(out[t], i, sum_get(out[t], i) * fade[i % 2]);
   }
 
-  UNROLL for (int p = 0; p < 2; ++p) {
+  UNROLL for (int p = 0; p < TILES; ++p) {
     const device T* value_row[4];
-    UNROLL for (uint a = 0u; a < 4u; ++a) {
-      const uint wanted = base + uint(p) * 16u + a / 2u * 8u + tile_c + a % 2u;
-      const uint at = wanted < end ? wanted : end - 1u;
-      value_row[a] = value_rows + at * values_strides[2] + tile_r * 8u;
-      if constexpr (FRESH) {
-        if (at >= cached) value_row[a] = fresh_value_rows + (at - cached) * fresh_values_strides[2] + tile_r * 8u;
-      }
+    UNROLL for (int a = 0; a < 4; ++a) {
+      const uint at = base + uint(p) * 16u + uint(a / 2) * 8u + tile_c + uint(a % 2);
+      value_row[a] = tile_r * 8u +
+                     row_of(value_rows, values_strides[2], fresh_value_rows, fresh_values_strides[2], kept, at, end);
     }
     UNROLL for (int j = 0; j < 4; ++j) {
-      uint value[4][4];
-      UNROLL for (int a = 0; a < 4; ++a) {
-        const uint4 word = ((const device uint4*)(value_row[a] + j * 64))[0];
-        value[a][0] = word.x;
-        value[a][1] = word.y;
-        value[a][2] = word.z;
-        value[a][3] = word.w;
+      if constexpr (!AHEAD) {
+        UNROLL for (int a = 0; a < 4; ++a) load_pairs(value_row[a] + j * 64, value[p][j][a]);
       }
       UNROLL for (int w = 0; w < 4; ++w) {
         left_tile<T> left;
         UNROLL for (int k = 0; k < 2; ++k) {
-          left_set(left, 0, k, (value[2 * k][w] & 0xffffu) | value[2 * k + 1][w] << 16);
-          left_set(left, 1, k, value[2 * k][w] >> 16 | (value[2 * k + 1][w] & 0xffff0000u));
+          const uint even = value[p][j][2 * k][w];
+          const uint odd = value[p][j][2 * k + 1][w];
+          left_set(left, 0, k, (even & 0xffffu) | odd << 16);
+          left_set(left, 1, k, even >> 16 | (odd & 0xffff0000u));
         }
         tile_multiply(out[4 * j + w], left, weights[p]);
       }

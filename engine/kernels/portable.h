@@ -328,6 +328,24 @@ HELPER void load_word(const device float* from, thread float* to) {
   to[3] = word.w;
 }
 
+// One 16-byte word as it is: four pairs of 16-bit numbers, the first of a pair in the lower half.
+template <typename V>
+HELPER void load_pairs(const device V* from, thread uint* to) {
+  const uint4 word = ((const device uint4*)from)[0];
+  to[0] = word.x;
+  to[1] = word.y;
+  to[2] = word.z;
+  to[3] = word.w;
+}
+
+// Row `at` of a cache that holds `cached` rows, or of the new rows after them; the last before `end` in place of later ones.
+template <typename V>
+HELPER const device V* row_of(
+    const device V* rows, int64_t stride, const device V* fresh, int64_t fresh_stride, uint cached, uint at, uint end) {
+  at = at < end ? at : end - 1u;
+  return at < cached ? rows + at * stride : fresh + (at - cached) * fresh_stride;
+}
+
 HELPER void store_word(const thread float* from, device float* to) {
   float4 word;
   word.x = from[0];

@@ -13,7 +13,8 @@ from engine.ops.registry import Case
 OP = OPS["decode_attention"]
 TYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32, "float16": mx.float16}
 SCALAR = ("coalesced", "apart")
-TILES = [*product(attention.HEADS, attention.SPLITS, SCALAR), *(("8", split, "tiles") for split in attention.SPLITS)]
+MATRIX = ("tiles", "tiles_ahead")
+TILES = [*product(attention.HEADS, attention.SPLITS, SCALAR), *product(("8",), attention.SPLITS, MATRIX)]
 BLOCKS = 3
 SIZES = [
     # rows, keys, key/value heads, position (-1: none), positions the cache has room for past the keys it shows
@@ -37,7 +38,7 @@ FRESH_SIZES = [
 
 def kind(tile: tuple[str, str, str], name: str) -> str:
     """The element type to try a tile with when `name` is asked for: matrix tiles have no float32."""
-    return "float16" if tile[2] == "tiles" and name == "float32" else name
+    return "float16" if tile[2] in MATRIX and name == "float32" else name
 
 
 def settings(tile: tuple[str, str, str]) -> dict[str, object]:

@@ -8,6 +8,7 @@ import simulator
 from attention_cases import (
     BLOCKS,
     FRESH_SIZES,
+    MATRIX,
     OP,
     SCALAR,
     SIZES,
@@ -72,7 +73,7 @@ def ready() -> dict[str, Simulator]:
         for name in ("bfloat16", "float32", "float16"):
             made[name] = Simulator()
             # float16 is for the tiles that float32 does not have.
-            tiles = [tile for tile in TILES if name != "float16" or tile[2] == "tiles"]
+            tiles = [tile for tile in TILES if name != "float16" or tile[2] in MATRIX]
             tiles = [tile for tile in tiles if kind(tile, name) == name]
             for fresh in (False, True):
                 made[name].prepare(call for tile in tiles for call in launches(tile, TYPES[name], patch, fresh))
@@ -140,11 +141,14 @@ def test_the_order_of_simdgroups_changes_nothing(order, ready, monkeypatch):
     for tile in (("8", "chunks", "coalesced"), ("4", "blocks", "apart")):
         assert run(ready["float32"], SIZES[5], mx.float32, monkeypatch, **settings(tile)) <= OP.tolerance["float32"]
     monkeypatch.setattr(ready["float16"], "order", order)
-    chosen = settings(("8", "blocks", "tiles"))
-    assert run(ready["float16"], SIZES[5], mx.float16, monkeypatch, **chosen) <= OP.tolerance["float16"]
+    for lanes in MATRIX:
+        chosen = settings(("8", "blocks", lanes))
+        assert run(ready["float16"], SIZES[5], mx.float16, monkeypatch, **chosen) <= OP.tolerance["float16"]
 
 
-@pytest.mark.parametrize(("heads", "lanes"), [("8", "coalesced"), ("4", "coalesced"), ("8", "apart"), ("8", "tiles")])
+@pytest.mark.parametrize(
+    ("heads", "lanes"), [("8", "coalesced"), ("4", "coalesced"), ("8", "apart"), ("8", "tiles"), ("8", "tiles_ahead")]
+)
 def test_accesses_are_clean_and_counted(heads, lanes, monkeypatch):
     """Bounds, races and unwritten memory by the checked build; each key and value byte once per packed group."""
     simulated = Simulator(checked=True)
@@ -153,15 +157,14 @@ def test_accesses_are_clean_and_counted(heads, lanes, monkeypatch):
     assert error <= OP.tolerance["bfloat16"]
     split, merge = (traffic for _, traffic in simulated.traffic)
     fetches = 8 // int(heads)
-    # Tiles of 32 positions read the last row of their part again where it has fewer.
-    parts = (44, 44, 43) if lanes == "tiles" else ()
-    seen = (sum(-(-part // 32) * 32 for part in parts) or at + 1) * kv * 256 * 2
+    # Steps of 32 or 16 positions read the last row of their part again where it has fewer: 44, 44 and 43.
+    seen = {"tiles": 3 * 64, "tiles_ahead": 3 * 48}.get(lanes, at + 1) * kv * 256 * 2
     assert split["keys"].loaded == split["values"].loaded == fetches * seen
     assert merge["partial"].loaded == merge["partial"].stored + 8 * BLOCKS * 256 * 4
     if lanes == "coalesced":
         for moved in (split["keys"], split["values"], split["partial"], merge["partial"], merge["out"]):
             assert moved.lines <= 1.1 * moved.ideal
-    elif lanes == "tiles":
+    elif lanes in MATRIX:
         for moved in (split["values"], split["partial"]):
             assert moved.lines <= 1.1 * moved.ideal
         # Eight rows a load, half a line of each; the next load takes the other half.
@@ -186,15 +189,16 @@ def test_fresh_rows_are_read_as_often_as_cached_ones(lanes, monkeypatch):
         assert lanes != "coalesced" or split[fresh].lines <= 1.1 * split[fresh].ideal
 
 
-def test_tiles_with_fresh_rows_are_clean_and_read_whole_steps(monkeypatch):
+@pytest.mark.parametrize(("lanes", "step"), [("tiles", 32), ("tiles_ahead", 16)])
+def test_tiles_with_fresh_rows_are_clean_and_read_whole_steps(lanes, step, monkeypatch):
     simulated = Simulator(checked=True)
     rows, before, kv, _ = size = (3, 130, 1, 20)
-    error = run_fresh(simulated, size, mx.float16, monkeypatch, **settings(("8", "blocks", "tiles")))
+    error = run_fresh(simulated, size, mx.float16, monkeypatch, **settings(("8", "blocks", lanes)))
     assert error <= OP.tolerance["float16"]
     split = simulated.traffic[0][1]
     for cached, fresh in (("keys", "fresh_keys"), ("values", "fresh_values")):
-        # Three parts of 44 or 45 positions, two steps each.
-        assert split[cached].loaded + split[fresh].loaded == rows * 3 * 64 * kv * 256 * 2
+        # Three parts of 43 to 45 positions.
+        assert split[cached].loaded + split[fresh].loaded == rows * 3 * -(-44 // step) * step * kv * 256 * 2
         assert split[cached].loaded >= rows * before * kv * 256 * 2 and split[fresh].loaded > 0
 
 

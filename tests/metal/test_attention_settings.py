@@ -52,5 +52,5 @@ def test_fresh_rows_that_are_not_the_querys_are_refused():
 
 @pytest.mark.parametrize(("heads", "dtype"), [("4", mx.bfloat16), ("8", mx.float32)])
 def test_tiles_that_do_not_exist_are_refused(heads, dtype):
-    with pytest.raises(loader.KernelError, match="lanes=tiles takes 8 heads a fetch and a 16-bit type"):
-        attention.attention_metal(*arguments(SIZES[0], dtype), heads=heads, lanes="tiles")
+    with pytest.raises(loader.KernelError, match="lanes=tiles_ahead takes 8 heads a fetch and a 16-bit type"):
+        attention.attention_metal(*arguments(SIZES[0], dtype), heads=heads, lanes="tiles_ahead")

@@ -34,15 +34,19 @@ RUN = {
     "no barrier before the sums are read": (WRITTEN, WRITTEN.replace(MEET, ""), "race"),
     "no barrier before the sums are overwritten": (ADDED, ADDED.replace(MEET, ""), "race"),
     "query tile past the last": ("(2 * j + h) * 64 + i", "(2 * j + h + 1) * 64 + i", "bounds"),
-    "fresh row after the last": ("fresh_value_rows + (at - cached)", "fresh_value_rows + (at - cached + 1u)", "bounds"),
+    "fresh row after the last": (
+        "fresh + (at - cached) * fresh_stride",
+        "fresh + (at - cached + 1u) * fresh_stride",
+        "bounds",
+    ),
     "product that some lanes skip": (
         "tile_multiply(out[4 * j + w]",
         "if (wanted_lane) tile_multiply(out[4 * j + w]",
         "divergence",
     ),
     "loop as long as the lane": (
-        "base < end; base += uint(SIMDGROUPS) * 32u) {\n  sum_tile",
-        "base + lane < end; base += uint(SIMDGROUPS) * 32u) {\n  sum_tile",
+        "base < end; base += uint(SIMDGROUPS) * STEP",
+        "base + lane < end; base += uint(SIMDGROUPS) * STEP",
         "divergence",
     ),
     "weights of one head of two": (
@@ -52,8 +56,8 @@ RUN = {
     ),
     "strip narrower than it is": ("STRIP = 68u", "STRIP = 60u", "race"),
     "half of a word": (
-        "key_rows + at * keys_strides[2] + tile_c * 4u",
-        "key_rows + at * keys_strides[2] + tile_c * 2u",
+        "key_row[a] = tile_c * 4u",
+        "key_row[a] = tile_c * 2u",
         "alignment",
     ),
 }
@@ -63,12 +67,15 @@ ALSO = {"race": ("uninitialised",), "alignment": ("bounds",)}
 
 # name: the kernel's text and what it is replaced by; only the numbers can show it
 WRONG = {
-    "past the end with weight": ("* scale[0] : NOTHING", "* scale[0] : sum_get(score[p], i) * scale[0]"),
+    "past the end with weight": ("* scale[0] : NOTHING", "* scale[0] : 0.0f"),
     "stale largest score": ("exp2_of(weight[p][i] - largest[i % 2])", "exp2_of(weight[p][i] - largest[0])"),
     "sums not faded": ("sum_get(out[t], i) * fade[i % 2]", "sum_get(out[t], i)"),
     "weight of the first tile for both": ("left, weights[p])", "left, weights[0])"),
     "dimensions in memory's order": ("k % 8u / 2u * 8u + tile % 2u * 4u", "k % 8u / 2u * 4u + tile % 2u * 16u"),
-    "positions swapped in a pair": ("tile_c + a % 2u;", "tile_c + 1u - a % 2u;"),
+    "positions swapped in a pair": (
+        "const uint even = value[p][j][2 * k][w]",
+        "const uint even = value[p][j][2 * (1 - k)][w]",
+    ),
     "every row sees all": ("cached + row + 1u :", "cached + rows :"),
     "sum over half of the rows": ("weight_sum[s] = tile_rows_sum(weight_sum[s]);", ""),
 }
@@ -81,7 +88,8 @@ def test_without_a_mistake_nothing_is_reported(monkeypatch):
 @pytest.mark.parametrize("name", RUN)
 def test_the_checked_run_reports(name, monkeypatch):
     old, new, kind = RUN[name]
-    assert loader.load(attention.TOPIC)["tiles"].body.count(old) == 1
+    kernel = loader.load(attention.TOPIC)["tiles"]
+    assert (kernel.header + kernel.body).count(old) == 1
     with pytest.raises(LaunchReport) as caught:
         attend(Simulator(checked=True, replace={old: new.replace("wanted_lane", "lane != 7u")}), monkeypatch)
     kinds = {line.partition(" at ")[0].partition("\t")[0] for line in str(caught.value).splitlines()}
@@ -91,5 +99,6 @@ def test_the_checked_run_reports(name, monkeypatch):
 @pytest.mark.parametrize("name", WRONG)
 def test_the_comparison_tells_wrong_arithmetic(name, monkeypatch):
     old, new = WRONG[name]
-    assert loader.load(attention.TOPIC)["tiles"].body.count(old) == 1
+    kernel = loader.load(attention.TOPIC)["tiles"]
+    assert (kernel.header + kernel.body).count(old) == 1
     assert not attend(Simulator(replace={old: new}), monkeypatch) <= OP.tolerance["float16"]
