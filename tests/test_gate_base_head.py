@@ -130,7 +130,8 @@ def test_real_runs_of_the_stub(tmp_path: Path) -> None:
     same = [gated(tmp_path / f"same{i}", 1.0, sessions=5, blocks=12) for i in range(SAME_RUNS)]
     codes = [answer.code for answer in same]
     print(
-        f"planted 5 %: {sum(map(named, slow))} of {SLOW_RUNS}; unchanged: {[codes.count(c) for c in (0, 1, 2)]} of 0, 1, 2"
+        f"planted 5 %: {sum(map(named, slow))} of {SLOW_RUNS}; "
+        f"unchanged: {[codes.count(c) for c in (0, 1, 2)]} of 0, 1, 2"
     )
     print(*(answer.reason for answer in (*slow, *same) if answer.code == 2), sep="\n")
     assert sum(map(named, slow)) >= 0.9 * SLOW_RUNS
