@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
 from pathlib import Path
 
 from reports import text
 from reports.gate import Answer, Line
-from sweeps.environment import ci
 
 _TITLES = {0: "no confirmed slowdown", 1: "slower", 2: "cannot tell"}
 _LEVELS = {"slower": "error", "suspect": "warning", "cannot tell": "warning"}
+
+
+def ci() -> dict[str, str]:
+    """Variables by which a CI system says that it is one, and where its summary goes; empty elsewhere."""
+    return {name: os.environ[name] for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY") if name in os.environ}
 
 
 def markdown(answer: Answer, strict: bool = False) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reports import text
+from reports.announce import ci
 from reports.facts import finite, flatten
 from reports.load import ReportError
-from sweeps.environment import ci
 
 FORMAT = 1
 COMMITTED = Path(".github") / "exact"

@@ -67,11 +67,6 @@ def debug() -> bool:
     return os.environ.get("LILYBENCH_DEBUG", "") not in ("", "0")
 
 
-def ci() -> dict[str, str]:
-    """Variables by which a CI system says that it is one, and where its summary goes; empty elsewhere."""
-    return {name: os.environ[name] for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY") if name in os.environ}
-
-
 def secret(name: str) -> str | None:
     """A key that is kept out of settings and rows: the variable `name`, or None where there is none or an empty one."""
     return os.environ.get(name) or None

@@ -105,7 +105,9 @@ def test_commands_are_ones_that_exist() -> None:
     for words in commands("sweeps"):
         compose.request(compose.parse(words).overrides)
     for name in ("ci", "gate"):
-        for text in re.findall(r"'(sessions=[^']*)'|default: (sessions=.*)", (FOLDER / f"{name}.yml").read_text()):
+        for text in re.findall(
+            r"'(sessions=[^']*)'|default: (sessions=.*)", (FOLDER / f"{name}.yml").read_text(encoding="utf-8")
+        ):
             compose.request("".join(text).split())
     for text in steps().values():
         for path in re.findall(r"\.github/scripts/\w+\.py", text):
