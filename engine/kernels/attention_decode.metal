@@ -303,6 +303,7 @@ float largest[2] = {NOTHING, NOTHING};
 float weight_sum[2] = {0.0f, 0.0f};
 
 constexpr int TILES = AHEAD ? 1 : 2;
+const float factor = scale[0];
 const uint kept = FRESH ? cached : 0xffffffffu;
 constexpr uint STEP = 16u * uint(TILES);
 
@@ -356,7 +357,7 @@ for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) 
   UNROLL for (int p = 0; p < TILES; ++p) {
     UNROLL for (int i = 0; i < 4; ++i) {
       const bool inside = base + uint(p * 16 + i / 2 * 8) + tile_r < end;
-      weight[p][i] = inside ? (sum_get(score[p][0], i) + sum_get(score[p][1], i)) * scale[0] : NOTHING;
+      weight[p][i] = inside ? (sum_get(score[p][0], i) + sum_get(score[p][1], i)) * factor : NOTHING;
       top[i % 2] = weight[p][i] > top[i % 2] ? weight[p][i] : top[i % 2];
     }
   }

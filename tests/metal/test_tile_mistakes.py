@@ -57,7 +57,7 @@ ALSO = {"race": ("uninitialised",), "alignment": ("bounds",)}
 
 # name: the kernel's text and what it is replaced by; only the numbers can show it
 WRONG = {
-    "past the end with weight": ("* scale[0] : NOTHING", "* scale[0] : 0.0f"),
+    "past the end with weight": ("* factor : NOTHING", "* factor : 0.0f"),
     "stale largest score": ("exp2_of(weight[p][i] - largest[i % 2])", "exp2_of(weight[p][i] - largest[0])"),
     "sums not faded": ("sum_get(out[t], i) * fade[i % 2]", "sum_get(out[t], i)"),
     "dimensions in memory's order": ("k % 8u / 2u * 8u + tile % 2u * 4u", "k % 8u / 2u * 4u + tile % 2u * 16u"),
