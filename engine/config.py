@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -118,6 +119,16 @@ class ModelConfig:
                 f"config.json: model_type is {kind!r}; this engine runs qwen3_5_moe "
                 "(Qwen3.5 and Qwen3.6 mixture-of-experts) only"
             )
+        try:
+            return cls._from_text(config, text)
+        except (TypeError, AttributeError, ZeroDivisionError, OverflowError) as error:
+            raise ConfigError(f"config.json: a field has a value of the wrong kind ({error})") from error
+
+    @classmethod
+    def _from_text(cls, config: dict[str, Any], text: dict[str, Any]) -> ModelConfig:
+        for name, (default, runs) in _FIXED.items():
+            if text.get(name, default) != runs:
+                raise ConfigError(f"config.json: {name} is {text[name]!r}; this engine runs {runs!r} only")
         rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
         values: dict[str, Any] = {}
         for f in dataclasses.fields(cls):
@@ -181,6 +192,16 @@ class ModelConfig:
             if not ok:
                 raise ConfigError(f"config.json: {what}")
 
+        counts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
+        for name, value in counts.items():
+            least = 0 if name == "mtp_num_hidden_layers" else 1
+            ok = isinstance(value, int) and not isinstance(value, bool) and (value >= least or name == "bos_token_id")
+            need(ok, f"{name} is {value!r}, not a whole number from {least} up")
+        for name in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
+            value = getattr(self, name)
+            good = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+            need(good, f"{name} is {value!r}, not a number above 0")
+        need(self.partial_rotary_factor <= 1, f"partial_rotary_factor is {self.partial_rotary_factor}, beyond 1")
         need(self.hidden_size % GROUP_SIZE == 0, f"hidden_size {self.hidden_size} is no multiple of {GROUP_SIZE}")
         need(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -202,6 +223,14 @@ class ModelConfig:
         """Twelve hex digits that name this architecture in rows."""
         return _digest(dataclasses.asdict(self))
 
+
+_FIXED = {
+    "hidden_act": ("silu", "silu"),
+    "attention_bias": (False, False),
+    "attn_output_gate": (True, True),
+    "tie_word_embeddings": (False, False),
+}
+"""What the forward pass takes for granted: (value where config.json is silent, value it runs)."""
 
 _REQUIRED = frozenset(
     "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "

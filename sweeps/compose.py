@@ -473,7 +473,10 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
 
 def resolve(path: str, launch: Path) -> Path:
     """An absolute path; relative ones start at the launch folder, ``~`` is the home folder."""
-    return Path(os.path.normpath(launch / Path(path).expanduser()))
+    try:
+        return Path(os.path.normpath(launch / Path(path).expanduser()))
+    except RuntimeError as error:
+        raise UsageError(f"{path}: there is no such user: write the full path") from error
 
 
 def _first(value: Any, otherwise: Any) -> Any:

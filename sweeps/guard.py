@@ -340,8 +340,33 @@ class PointGuard:
             if reference.hash == arm.hash and reference.subject == arm.subject:
                 continue  # an A/A arm is its reference
             checks.append(self._once(arm, reference.hash, phase, lambda r=reference: self._logits(arm, r, phase)))
+        if not checks and arm.subject == "engine" and not arm.options:
+            # Held against nothing else here: against the float32 pass of reference ops, or its speed would stand alone.
+            checks.append(self._once(arm, "oracle", phase, lambda: self._anchored(arm, phase)))
         failed = [check for check in checks if not check["passed"]]
         return (failed or checks or [{}])[0]
+
+    def _anchored(self, arm: Arm, phase: Phase) -> Check:
+        """The arm against the engine of reference ops over a few positions (that engine is slow)."""
+        from sweeps.subjects import make
+        from sweeps.subjects.engine import EngineSubject
+
+        assert self.shared is not None
+        rows = self.scope.rows
+        subject = make(arm, self.job, self.shared)
+        try:
+            check = compare_logits(
+                subject,
+                EngineSubject(self._reference_engine()),
+                self._text(2 * rows + 1),
+                phase,
+                contexts=(rows,),
+                positions=rows,
+                chunk=int(subject.describe().get("chunk") or 2048),
+            )
+        finally:
+            subject.close()
+        return _with(check, reference="float32 reference ops")
 
     def _once(self, arm: Arm, reference: str, phase: str, make: Any) -> dict[str, Any]:
         key = (arm.hash or arm.name, reference, phase)

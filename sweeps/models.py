@@ -7,6 +7,7 @@ loaded. A model that is not here yet still has a geometry if it is known, so tha
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,14 @@ def _embedded(group: dict[str, Any]) -> Model:
 
 
 def _synthetic(name: str, config: ModelConfig, group: dict[str, Any]) -> Model:
-    skew = float(group.get("skew", 1.0))
+    try:
+        skew = float(group.get("skew", 1.0))
+    except (TypeError, ValueError):
+        skew = math.nan
+    if not 1 <= skew <= config.num_experts:
+        raise UsageError(
+            f"model.skew={group.get('skew')} is no share of the busiest expert: write 1 (even) to {config.num_experts}"
+        )
     if skew != 1.0:
         name += f"-skew{skew:g}"
     seed, size = int(group["seed"]), weight_bytes(config)

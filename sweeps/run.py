@@ -78,7 +78,11 @@ def run(job: Job) -> int:
     if job.settings.get("part_seconds") and stopped_early(job):
         print("this part is over and the run is not: give the same command again", file=sys.stderr)
     built = report(job)
-    return 0 if sound and built and not failed else 1
+    measured = any(row.status == "ok" and row.block >= 0 for row in tables.samples)
+    if not measured and not failed:
+        reasons = dict.fromkeys(row.reason for row in tables.samples if row.reason)
+        print(f"nothing was measured: {next(iter(reasons), 'no window ran')}", file=sys.stderr)
+    return 0 if sound and built and not failed and measured else 1
 
 
 def answer(job: Job) -> Tables:

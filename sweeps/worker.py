@@ -12,8 +12,10 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ DEVICE_LOST = 70
 STOPPED = 130
 """Exit code of a worker that was stopped by hand."""
 
+WATCH_SECONDS = 0.5
+"""How often a worker looks whether the process that started it still lives."""
+
 PROGRESS_SECONDS = 5.0
 """Least time between two lines of progress where stderr is no terminal."""
 
@@ -51,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", default="", help="names the invocation of the sweep")
     given = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_with_parent()
     try:
         return work(read_job(given.job), given.session, given.budget, given.attempt)
     except KeyboardInterrupt:
@@ -61,6 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def end_with_parent() -> None:
+    """End this process soon after the one that started it: a sweep that is killed drops the device's lock with it.
+
+    Rows are appended whole, so nothing but the window in flight is lost.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            SystemClock().sleep(WATCH_SECONDS)
+        os._exit(STOPPED)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:

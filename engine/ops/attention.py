@@ -78,7 +78,7 @@ def attention_matmul(
     """All query heads of a key/value head as the rows of one product, so that each key and value is read once.
 
     split: how the sum over positions is divided: ``none`` (one product), ``chunks`` (256 positions each) or
-    ``blocks`` (a fixed number); partial sums are then added. A context that does not divide is not split.
+    ``blocks`` (a fixed number); partial sums are then added. The last part may be shorter.
     """
     _, heads, rows, dim = q.shape
     kv, n = keys.shape[1], keys.shape[2]
@@ -90,13 +90,17 @@ def attention_matmul(
     if visible is not None:
         scores = mx.where(visible, scores, mx.finfo(scores.dtype).min)
     weights = mx.softmax(scores, axis=-1, precise=True).reshape(kv, -1, n)
-    part = {"none": n, "chunks": SPLIT_CHUNK, "blocks": max(n // blocks, 1)}[split]
-    if part >= n or n % part:
+    part = {"none": n, "chunks": SPLIT_CHUNK, "blocks": -(-n // blocks)}[split]
+    if part >= n:
         out = weights @ v
     else:
-        parts = weights.reshape(kv, -1, n // part, part).swapaxes(1, 2)
+        whole = n // part * part
+        parts = weights[..., :whole].reshape(kv, -1, whole // part, part).swapaxes(1, 2)
         # Partial sums are added in float32: in bfloat16 hundreds of them would lose what splitting gains.
-        out = (parts @ v.reshape(kv, n // part, part, dim)).astype(mx.float32).sum(axis=1).astype(q.dtype)
+        sums = (parts @ v[:, :whole].reshape(kv, whole // part, part, dim)).astype(mx.float32).sum(axis=1)
+        if whole < n:
+            sums = sums + (weights[..., whole:] @ v[:, whole:]).astype(mx.float32)
+        out = sums.astype(q.dtype)
     return out.reshape(1, heads, rows, dim)
 
 

@@ -168,6 +168,13 @@ def _fusion(config: EngineConfig, device: str) -> str:
     return wanted
 
 
+ATTENTION_VALUES = {
+    "heads": ("1", "2", "4", "8"),
+    "split": ("none", "chunks", "blocks"),
+    "lanes": ("coalesced", "apart"),
+}
+
+
 def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[str, Any]:
     """What the chosen variant is told, ``"best"`` replaced by its default.
 
@@ -178,6 +185,9 @@ def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[s
     settings: dict[str, Any] = {"blocks": attention.blocks}
     for name in ("heads", "split", "lanes"):
         value = getattr(attention, name)
+        if value not in ("best", *ATTENTION_VALUES[name]):
+            known = ", ".join(ATTENTION_VALUES[name])
+            raise VariantUnsupported("decode_attention", f"{name} {value}", f"{name} is best or one of {known}")
         if value == "best":
             settings[name] = variant.defaults(device).get(name, value)
         elif name in variant.settings:
