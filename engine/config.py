@@ -258,7 +258,7 @@ class DecodeAttentionConfig:
 
     heads: query heads that share one fetch of a key/value row (``"best"`` or 1, 2, 4, 8).
     split: ``"best"``, ``"none"`` (one pass), ``"chunks"`` (256 positions each) or ``"blocks"`` (fixed number).
-    lanes: ``"best"``, ``"coalesced"`` or ``"apart"``.
+    lanes: ``"best"``, ``"coalesced"``, ``"apart"``, or matrix units: ``"tiles"``, ``"tiles_ahead"``.
     min_context: positions from which ``split="blocks"`` is to apply; nothing reads it yet, so other values are refused.
     """
 

@@ -6,8 +6,8 @@ The same mathematics as `engine.model`, in fewer launches. Per layer, for 1 to 8
     full attention    norm + three projections · q/k norm and rotary · attention · gate + o_proj + residual
     experts           norm + router and shared expert · routing + gate/up + SwiGLU · down, weighted sum, residual
 
-Longer passes, and everything that is not listed, are `Model`'s. What is folded stays in float32 where a launch of its own
-would round to the activation type, so results differ by that rounding.
+Longer passes, and everything that is not listed, are `Model`'s. What is folded stays in float32 where a launch of its
+own would round to the activation type, so results differ by that rounding.
 """
 
 from __future__ import annotations

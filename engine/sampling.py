@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -16,13 +17,16 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if not self.temperature >= 0 or math.isinf(self.temperature):
+            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
+
+LEAST = 1e-30
+"""Smaller temperatures and shares of mass count as this: float32 would take them for 0."""
 
 GREEDY = Sampling()
 """The likeliest token, always."""
@@ -33,7 +37,9 @@ def kept_scores(logits: mx.array, how: Sampling) -> mx.array:
 
     The temperature must not be 0.
     """
-    scores = logits.astype(mx.float32) / how.temperature
+    wide = logits.astype(mx.float32)
+    # Measured from the best, so that a small temperature overflows to certainty, not to infinity over infinity.
+    scores = (wide - mx.max(wide, axis=-1, keepdims=True)) / max(how.temperature, LEAST)
     if how.top_k and how.top_k < scores.shape[-1]:
         floor = mx.min(mx.topk(scores, how.top_k, axis=-1), axis=-1, keepdims=True)
         scores = mx.where(scores < floor, -mx.inf, scores)
@@ -41,7 +47,7 @@ def kept_scores(logits: mx.array, how: Sampling) -> mx.array:
         order = mx.argsort(-scores, axis=-1)
         ranked = mx.softmax(mx.take_along_axis(scores, order, axis=-1), axis=-1)
         # A token stays if the mass before it is short of top_p, so the first always stays.
-        cut = mx.cumsum(ranked, axis=-1) - ranked >= how.top_p
+        cut = mx.cumsum(ranked, axis=-1) - ranked >= max(how.top_p, LEAST)
         ranked_scores = mx.where(cut, -mx.inf, mx.take_along_axis(scores, order, axis=-1))
         scores = mx.put_along_axis(scores, order, ranked_scores, axis=-1)
     return scores

@@ -166,3 +166,17 @@ def test_samples_follow_the_truncated_distribution():
     counts = np.bincount(draws, minlength=8)
     assert counts[p == 0].sum() == 0
     assert stats.chisquare(counts[p > 0], 20_000 * p[p > 0]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    "how", [{"temperature": 1e-38}, {"temperature": 5e-324}, {"temperature": 1.0, "top_p": 1e-300}]
+)
+def test_the_smallest_settings_are_greedy(how):
+    logits = mx.random.normal((8, 500), key=mx.random.key(1)) * 20
+    drawn = sample(logits, Sampling(**how), mx.random.key(2))
+    assert drawn.tolist() == mx.argmax(logits, axis=-1).tolist()
+
+
+def test_an_infinite_temperature_is_refused():
+    with pytest.raises(ValueError, match="finite"):
+        Sampling(float("inf"))

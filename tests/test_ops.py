@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from engine.device import activation_dtype, device_kind
 from engine.generate import Engine
 from engine.ops import OPS, bind, relative_rms, selftest
 from engine.ops.gated_delta import _unit_lower_inverse
-from engine.ops.registry import Recorder, VariantUnsupported, declare
+from engine.ops.registry import Case, Recorder, VariantUnsupported, declare
 from engine.ops.route import Routing
 from engine.ops.selftest import case_error
 from engine.synthetic import make_weights, tiny_config
@@ -123,6 +125,7 @@ def test_every_op_has_a_best_variant_on_every_device(device):
         ("decode_attention.lanes", "apart"),
         ("decode_attention.min_context", 4096),
         ("decode_attention.split", "blocks"),
+        ("decode_attention.split", "halves"),
         ("cache.layout", "paged"),
         ("overlap", True),
         ("experts.tile", "64x64"),
@@ -182,3 +185,17 @@ def test_every_named_variant_shows_in_executed(config, op, variant):
     ran = {(e["op"], e["variant"]) for e in engine.executed()}
     assert (op, variant) in ran
     assert {v for o, v in ran if o == op} == {variant}
+
+
+@pytest.mark.parametrize("split", ["chunks", "blocks"])
+@pytest.mark.parametrize("n", [1, 255, 257, 513, 600])
+def test_what_is_recorded_as_split_is_split_at_every_length(n, split):
+    op = OPS["decode_attention"]
+    q, keys, values, scale, position = op.inputs(Case("", {"rows": 1, "n": n, "kv": 2, "at": -1}), mx.float32, 0)
+    made = op.variants["matmul"].run(q, keys, values, scale, position, split=split, blocks=8)
+    graph = io.StringIO()
+    mx.export_to_dot(graph, made)
+    assert relative_rms(made, op.reference.run(q, keys, values, scale, position)) <= op.tolerance["float32"]
+    # One product gives the scores; the values take one, and one more for a shorter last part.
+    parts = [n] if n <= (256 if split == "chunks" else 1) else [-(-n // 8) if split == "blocks" else 256]
+    assert graph.getvalue().count("Matmul") == (2 if n % parts[0] == 0 else 3)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import DecodeAttentionConfig, EngineConfig
+from engine.kernels.attention import HEADS, LANES, SPLITS
 from engine.ops.registry import DECODE_ROWS, OPS, Op, Recorder, Variant, VariantUnsupported
 
 
@@ -168,11 +169,7 @@ def _fusion(config: EngineConfig, device: str) -> str:
     return wanted
 
 
-ATTENTION_VALUES = {
-    "heads": ("1", "2", "4", "8"),
-    "split": ("none", "chunks", "blocks"),
-    "lanes": ("coalesced", "apart"),
-}
+ATTENTION_VALUES = {"heads": HEADS, "split": SPLITS, "lanes": LANES}
 
 
 def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[str, Any]:

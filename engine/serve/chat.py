@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import sys
 import time
@@ -86,6 +87,8 @@ class Chat:
         Raises:
             ChatError: the conversation fills the context; the turn is taken back.
         """
+        # What a terminal could not decode comes as lone surrogates, which no tokenizer takes.
+        text = text.encode("utf-8", "replace").decode("utf-8")
         self.history.append({"role": "user", "content": text})
         rendered = self.tokenizer.render_chat(self.history, thinking=self.thinking)
         prompt = self.tokenizer.encode(rendered)
@@ -195,5 +198,9 @@ def main(argv: list[str]) -> int:
     print(f"{source.name}. {HELP}", file=sys.stderr)
     with suppress(ImportError):
         import readline  # noqa: F401  (line editing and recall for input())
-    talk(chat, input, sys.stdout)
+    try:
+        talk(chat, input, sys.stdout)
+    except BrokenPipeError:
+        # Whoever read the answers has left; the interpreter must not try to flush to them at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
