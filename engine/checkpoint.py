@@ -226,6 +226,14 @@ def inspect(path: str | Path) -> Inventory:
     path = Path(path).expanduser()
     if path.is_file() and path.name.endswith((".json", ".json.gz")) and path.name != "config.json":
         return inventory_from_json(path)
+    try:
+        return _inspect(path)
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: config.json or {INDEX} holds something of the wrong kind ({said})") from error
+
+
+def _inspect(path: Path) -> Inventory:
     document = _config_document(path)
     config = _config(document, path)
     files, index = _shards(path)

@@ -22,7 +22,7 @@ from engine.checkpoint import (
     load,
     read_header,
 )
-from engine.config import ModelConfig
+from engine.config import ConfigError, ModelConfig
 from engine.synthetic import hf_tensors, make_weights, tiny_config, write_checkpoint
 from engine.weights import Weights
 
@@ -422,3 +422,44 @@ def test_header_that_disagrees_with_itself(tmp_path):
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError, match=r"tensor a of shape \[3\] and type F32 takes 12 bytes"):
         read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "[" * 100_000),
+        ("config.json", json.dumps(tiny_config(4).to_dict() | {"quantization": [1]})),
+        ("config.json", json.dumps(tiny_config(4).to_dict() | {"quantization": "4bit"})),
+        ("model.safetensors.index.json", json.dumps({"weight_map": {"a": 5, "b": None}})),
+    ],
+)
+def test_values_of_the_wrong_kind_are_one_line(tmp_path, file, text):
+    folder = write_checkpoint(tmp_path / "made", tiny_config(4))
+    (folder / file).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        load(folder)
+    assert "\n" not in str(error.value) and "json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("attn_output_gate", False),
+        ("tie_word_embeddings", True),
+        ("rms_norm_eps", float("nan")),
+        ("num_key_value_heads", 0),
+        ("full_attention_interval", 0),
+        ("num_experts_per_tok", 2.0),
+        ("max_position_embeddings", "8192"),
+        ("partial_rotary_factor", 5),
+    ],
+)
+def test_what_the_forward_pass_takes_for_granted_is_checked(field, value):
+    document = tiny_config(4).to_dict()
+    document["text_config"][field] = value
+    if field == "partial_rotary_factor":
+        document["text_config"]["rope_parameters"][field] = value
+    with pytest.raises(ConfigError, match=field):
+        ModelConfig.from_dict(document)
