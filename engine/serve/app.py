@@ -18,10 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from engine.serve.generation import Ask, Scored
-from engine.serve.guard import too_large
+from engine.serve.guard import shutting_down, too_large
 from engine.serve.requests import ChatRequest, Common, Refused, TextRequest, decoded, error_body, parse, several
 from engine.serve.text import CLOSE, OPEN, Answer, TokenBytes
-from engine.serve.worker import Done, Failed, Job, Piece, QueueFull, Worker
+from engine.serve.worker import Closing, Done, Failed, Job, Piece, QueueFull, Worker
 from engine.tokenizer import TokenizerError
 
 LARGE_BODY = 64 << 10
@@ -307,6 +307,8 @@ class Service:
             self.worker.submit(call.job)
         except QueueFull as error:
             raise Refused(str(error), 429, code="queue_full") from None
+        except Closing:
+            raise shutting_down() from None
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return _Stream(self._events(call), headers, lambda: self.worker.cancel(call.job))
@@ -363,7 +365,7 @@ class Service:
                 raise Refused(news.message, 500)
             elif isinstance(news, Done):
                 if news.finish == "cancelled":
-                    raise Refused("the server is shutting down", 503)
+                    raise shutting_down()
                 if call.job.ask.top is not None and len(tokens) >= LARGE_SCORES:
                     return await asyncio.to_thread(self._written, call, texts, tokens, news)
                 return self._written(call, texts, tokens, news)
@@ -399,7 +401,7 @@ class Service:
                 return
             else:
                 if news.finish == "cancelled":
-                    yield _data(error_body("the server is shutting down", 503))
+                    yield _data(shutting_down().body())
                     return
                 scores = call.logprobs(waiting) if waiting else None
                 end = _choice({"delta": {}} if call.chat else {"text": ""}, scores, news.finish)

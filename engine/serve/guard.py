@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import json
@@ -61,6 +62,10 @@ class Guard:
             await self.app(scope, receive, watched)
         except Refused as error:
             await respond(watched, error.status, error.body())
+        except asyncio.CancelledError:
+            # Nothing but the end of the server cancels a request, and that is no failure of the request.
+            if not started:
+                await respond(watched, 503, shutting_down().body())
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             log.error("%s %s: %r at %s:%s", scope["method"], scope["path"], error, where.filename, where.lineno)
@@ -102,6 +107,11 @@ class Guard:
         # Not all digits cannot get here: the protocol refuses it.
         if int(headers.get(b"content-length", b"0")) > self.most_body:
             raise too_large(self.most_body)
+
+
+def shutting_down() -> Refused:
+    """The refusal of whatever is under way when the server is told to stop."""
+    return Refused("the server is shutting down", 503)
 
 
 def too_large(most: int) -> Refused:

@@ -26,6 +26,9 @@ OWED_S = 30.0
 UNREAD_S = 60.0
 """Seconds a client may leave an answer unread once no more of it fits on the way."""
 
+ENDING_S = 0.5
+"""Seconds that requests have, once the server is told to stop, to send what they end with."""
+
 SWITCH_S = 0.001
 """Seconds after which the thread that runs MLX hands the interpreter to the event loop that waits for it; Python's
 default is five times as long, and a request takes several turns."""
@@ -116,6 +119,44 @@ class Protocol(H11Protocol):
         self.transport.close()
 
 
+class Ending(uvicorn.Server):
+    """uvicorn's server, but what is under way when it is told to stop is told so and ends, instead of being waited for.
+
+    Args:
+        config: uvicorn's. worker: stopped first, which ends every request that waits for it.
+    """
+
+    def __init__(self, config: uvicorn.Config, worker: Worker):
+        super().__init__(config)
+        self.worker = worker
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, end all requests, close all connections."""
+        for server in self.servers:
+            server.close()
+        self.worker.stop()
+        await self._ended()
+        # What is left has no end in sight: a body that does not arrive, an answer that nobody reads.
+        for connection in list(self.server_state.connections):
+            cycle = connection.cycle
+            if cycle is not None and cycle.response_started and not cycle.response_complete:
+                connection.transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        await self._ended()
+        late = asyncio.get_running_loop().call_later(ENDING_S, self._abort)
+        await super().shutdown(sockets)
+        late.cancel()
+
+    async def _ended(self) -> None:
+        if tasks := list(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=ENDING_S)
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
 class Server:
     """A listening socket, the worker, and uvicorn over both; made ready by the constructor, run by `run`.
 
@@ -152,7 +193,7 @@ class Server:
             server_header=False,
             timeout_graceful_shutdown=5,
         )
-        self.uvicorn = uvicorn.Server(config)
+        self.uvicorn = Ending(config, self.worker)
 
     def run(self) -> None:
         """Serve until told to stop, then end the worker."""

@@ -27,6 +27,10 @@ class QueueFull(RuntimeError):
     """More requests wait than the queue may hold."""
 
 
+class Closing(RuntimeError):
+    """The worker takes no more jobs."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """News of an answer: texts by part, and the ids they came with."""
@@ -63,6 +67,11 @@ class Job:
     def __init__(self, ask: Ask, answer: Answer, sink: Callable[[Piece | Done | Failed | None], None]):
         self.ask, self.answer, self.sink = ask, answer, sink
         self.cancelled = False
+
+    def withdraw(self) -> None:
+        """Tell the client that the answer ends here, without the counts that only a finished one has."""
+        self.cancelled = True
+        self.sink(Done("cancelled", len(self.ask.prompt), 0, 0, 0, ""))
 
 
 class Worker(threading.Thread):
@@ -106,8 +115,11 @@ class Worker(threading.Thread):
 
         Raises:
             QueueFull: no room.
+            Closing: `stop` was called.
         """
         with self._change:
+            if self._closing:
+                raise Closing("the server is shutting down")
             if len(self._jobs) >= self.waiting:
                 raise QueueFull(f"{len(self._jobs)} requests are waiting, as many as the queue holds; try again later")
             self._jobs.append(job)
@@ -130,14 +142,20 @@ class Worker(threading.Thread):
             running = self._running is not None
             return {"waiting": len(self._jobs), "running": running, "answered": self.answered, "alive": self.is_alive()}
 
-    def close(self) -> None:
-        """Stop after the present token and return when the thread has ended."""
+    def stop(self) -> None:
+        """Take no more jobs; those that run or wait end as cancelled at once, whatever the device is busy with."""
         with self._change:
             self._closing = True
+            left = [*self._jobs] if self._running is None else [self._running, *self._jobs]
             self._jobs.clear()
-            if self._running is not None:
-                self._running.cancelled = True
+            for job in left:
+                if not job.cancelled:
+                    job.withdraw()
             self._change.notify()
+
+    def close(self) -> None:
+        """`stop`, and return when the thread has ended: after its present token or block of a prompt."""
+        self.stop()
         self.join()
 
     # -- this thread ---------------------------------------------------------------------------
