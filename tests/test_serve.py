@@ -419,9 +419,12 @@ def test_pages_are_refused_and_no_origin_is_allowed(server):
 def test_an_api_key(model):
     with serving(model, api_key="sesam", allow_host=("box.local",)) as locked:
         assert get(locked.port, "/health", Host="box.local")[0] == 200
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesam"}):
+        for given in (None, "Bearer wrong", "sesam", "bearer", "bearer SESAM", "Basic sesam", "bearersesam"):
+            headers = {} if given is None else {"Authorization": given}
             status, body = post(locked.port, "/v1/completions", {"prompt": "a"}, **headers)
             assert status == 401 and body["error"]["code"] == "invalid_api_key"
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            assert get(locked.port, "/v1/models", Authorization=f"{scheme} sesam")[0] == 200
         with pytest.raises(openai.AuthenticationError):
             client(locked.port, "open").models.list()
         assert chat(client(locked.port, "sesam"), locked.source.name, max_tokens=1).usage.completion_tokens == 1

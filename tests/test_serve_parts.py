@@ -287,6 +287,17 @@ HELLO = [{"role": "user", "content": "a"}]
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"prompt_cache_key": "k" * 1025}, "prompt_cache_key"),
         ({"model": 5}, "model"),
+        ({"stop": "\ud83d"}, "stop"),
+        ({"stop": ["a", "b\udc00"]}, "stop"),
+        *(
+            ({"messages": [{"role": "assistant", "content": text, name: calls}, *HELLO]}, f"messages[0].{name}")
+            for text in (None, "a")
+            for name, calls in (("tool_calls", [{"id": "1"}]), ("function_call", {"name": "f"}))
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "\ud83d"}, *HELLO]},
+            "messages[0].reasoning_content",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(change, param):
@@ -294,6 +305,56 @@ def test_a_wrong_field_is_named(change, param):
         parse(ChatRequest, {"messages": HELLO} | change)
     assert (error.value.status, error.value.param) == (400, param), str(error.value)
     assert param in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "given"), [(ChatRequest, {"messages": HELLO}), (TextRequest, {"prompt": "a"})])
+@pytest.mark.parametrize(
+    ("name", "changes", "neutral"),
+    [
+        ("tools", [{}], []),
+        ("functions", [{}], []),
+        ("tool_choice", "required", "auto"),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("guided_json", {}, False),
+        ("guided_regex", "a", None),
+        ("guided_choice", ["a"], None),
+        ("guided_grammar", "a", None),
+        ("structured_outputs", {"json": {}}, None),
+        ("min_tokens", 1, 0),
+        ("ignore_eos", True, False),
+        ("include_stop_str_in_output", True, False),
+        ("stop_token_ids", [1], []),
+        ("allowed_token_ids", [1], []),
+        ("bad_words", ["a"], []),
+        ("best_of", 2, 1),
+        ("use_beam_search", True, False),
+        ("echo", True, False),
+        ("suffix", "a", ""),
+        ("typical_p", 0.5, 1),
+        ("min_p", 0.5, 0.0),
+        ("repeat_penalty", 1.1, 1.0),
+        ("length_penalty", 0, 1),
+        ("presence_penalty", -1, 0),
+        ("logit_bias", {"1": 1}, {}),
+        ("modalities", ["audio"], ["text"]),
+        ("chat_template", "{{ messages }}", ""),
+        ("continue_final_message", True, False),
+        ("add_generation_prompt", False, True),
+        ("enable_thinking", False, None),
+        ("enable_thinking", True, None),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_on_both_endpoints(kind, given, name, changes, neutral):
+    with pytest.raises(Refused, match=f"^{name}") as error:
+        parse(kind, given | {name: changes})
+    assert (error.value.status, (error.value.param or "").partition(".")[0]) == (400, name)
+    for passes in (neutral, None):
+        parse(kind, given | {name: passes})
+
+
+def test_a_field_in_the_wrong_place_is_told_the_right_one():
+    with pytest.raises(Refused, match="enable_thinking: belongs in chat_template_kwargs"):
+        parse(ChatRequest, {"messages": HELLO, "enable_thinking": True})
 
 
 @pytest.mark.parametrize(

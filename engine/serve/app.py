@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from engine.serve.generation import Ask, Scored
 from engine.serve.guard import shutting_down, too_large
-from engine.serve.requests import ChatRequest, Common, Refused, TextRequest, decoded, error_body, parse, several
+from engine.serve.requests import ChatRequest, Common, Refused, TextRequest, decoded, error_body, parse, several, whole
 from engine.serve.text import CLOSE, OPEN, Answer, TokenBytes
 from engine.serve.worker import Closing, Done, Failed, Job, Piece, QueueFull, Worker
 from engine.tokenizer import TokenizerError
@@ -257,10 +257,7 @@ class Service:
         return bytes(data)
 
     def _encode(self, text: str, param: str) -> list[int]:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise Refused(f"{param}: holds half of a surrogate pair, which is no text", param=param) from None
+        whole(text, param)
         # As a batch of one: only batches leave the interpreter to other threads, and a long text takes seconds.
         encoded = self.tokenizer.core.encode_batch_fast([text], add_special_tokens=False)[0]
         self._room(len(encoded), param)

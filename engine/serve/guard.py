@@ -85,7 +85,8 @@ class Guard:
             raise Refused("requests made by web pages (with an Origin) are refused", 403, code="origin_not_allowed")
         if self.key is not None and scope["path"] != "/health":
             given = dict(headers).get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + self.key):
+            scheme, _, key = given.partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self.key):
                 raise Refused("the API key is missing or wrong", 401, code="invalid_api_key")
         if scope["method"] == "POST":
             self._check_length(dict(headers))

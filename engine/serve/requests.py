@@ -21,6 +21,26 @@ First = Field(fail_fast=True)
 """Of a list, the first complaint is enough: a million would take seconds to gather."""
 
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty", "typical_p"), (1,)),
+    **dict.fromkeys(("echo", "ignore_eos", "include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "bad_words", "tools", "functions"), ([],)),
+    **dict.fromkeys(("suffix", "chat_template"), ("",)),
+    # An empty schema is one as well: it asks for JSON.
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), (False,)),
+    "logit_bias": ({},),
+    # An answer without tools is what "auto" allows; to be made to call one is another matter.
+    "tool_choice": ("none", "auto"),
+    "modalities": (["text"],),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    # A switch of the chat template, to be given with the template's other variables.
+    "enable_thinking": (),
+}
+"""Fields that are not supported, and which values of theirs change nothing; null never does."""
+
+
 class Refused(ValueError):
     """A request that cannot be served: status, the parameter at fault, a code for programs."""
 
@@ -36,6 +56,18 @@ class Refused(ValueError):
 def unsupported(name: str) -> Refused:
     """The refusal of a field that would change the answer."""
     return Refused(f"{name}: not supported; leave it out", param=name, code="unsupported_parameter")
+
+
+def whole(text: str, param: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and no text holds.
+
+    Raises:
+        Refused: names `param`.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise Refused(f"{param}: holds half of a surrogate pair, which is no text", param=param) from None
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -61,6 +93,8 @@ class Message(_Model):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], First] | None = None
     reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: Any = None
 
     def plain(self) -> dict[str, Any]:
         """The message as a chat template reads it: text parts joined, no null."""
@@ -106,7 +140,34 @@ class Common(_Model):
     frequency_penalty: float | None = None
     logit_bias: dict | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    length_penalty: float | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: list[Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    bad_words: list[Any] | None = None
+    best_of: Literal[1] | None = None
+    use_beam_search: bool | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    tools: list[Any] | None = None
+    functions: list[Any] | None = None
+    tool_choice: Any = None
+    modalities: Any = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    enable_thinking: bool | None = None
     default_limit: ClassVar[int | None] = None
     """Most tokens where the request says nothing; None for the rest of the context."""
 
@@ -129,17 +190,19 @@ class Common(_Model):
         """Refuse what types cannot say.
 
         Raises:
-            Refused: stop strings that are empty or too many, penalties, a bias, stream options without a stream.
+            Refused: stop strings that are empty, no text or too many, what `NEUTRAL` does not allow, stream options
+                without a stream.
         """
         if len(self.stops) > MOST_STOPS:
             raise Refused(f"stop has {len(self.stops)} strings; at most {MOST_STOPS} are allowed", param="stop")
         if not all(self.stops):
             raise Refused("stop holds an empty string, which every text contains; leave it out", param="stop")
-        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "min_p"):
-            if getattr(self, name):
+        for stop in self.stops:
+            whole(stop, "stop")
+        for name, neutral in NEUTRAL.items():
+            value = getattr(self, name)
+            if value is not None and value not in neutral:
                 raise unsupported(name)
-        if self.repetition_penalty not in (None, 1):
-            raise unsupported("repetition_penalty")
         if self.stream_options is not None and not self.stream:
             raise Refused("stream_options is allowed only with stream=true", param="stream_options")
 
@@ -166,11 +229,6 @@ class ChatRequest(Common):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    tool_choice: Any = None
-    modalities: Any = None
 
     @property
     def thinking(self) -> bool | None:
@@ -185,19 +243,17 @@ class ChatRequest(Common):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
+        if self.enable_thinking is not None:
+            raise Refused("enable_thinking: belongs in chat_template_kwargs", param="enable_thinking")
         super().check()
         for at, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 where = f"messages[{at}].content"
                 raise Refused(f"{where} is null; a {message.role} message needs text", param=where)
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                raise unsupported(name)
-        # An answer without tools is what "auto" allows; to be made to call one is another matter.
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("tool_choice")
-        if self.modalities not in (None, ["text"]):
-            raise unsupported("modalities")
+            for name in ("tool_calls", "function_call"):
+                if getattr(message, name):
+                    raise unsupported(f"messages[{at}].{name}")
+            whole(message.reasoning_content or "", f"messages[{at}].reasoning_content")
         if self.top_logprobs is not None and not self.logprobs:
             raise Refused("top_logprobs needs logprobs=true", param="top_logprobs")
 
@@ -212,9 +268,6 @@ class TextRequest(Common):
         | Annotated[list[Annotated[list[int], First]], First]
     )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: Literal[1] | None = None
     default_limit: ClassVar[int | None] = 16
 
     @property
@@ -235,12 +288,6 @@ class TextRequest(Common):
         if len(given) != 1:
             raise several(len(given))
         return given[0]  # type: ignore[return-value]
-
-    def check(self) -> None:
-        super().check()
-        for name in ("echo", "suffix"):
-            if getattr(self, name):
-                raise unsupported(name)
 
 
 def several(count: int) -> Refused:

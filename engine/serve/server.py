@@ -138,7 +138,7 @@ class Ending(uvicorn.Server):
         await self._ended()
         # What is left has no end in sight: a body that does not arrive, an answer that nobody reads.
         for connection in list(self.server_state.connections):
-            cycle = connection.cycle
+            cycle = connection.cycle if isinstance(connection, Protocol) else None
             if cycle is not None and cycle.response_started and not cycle.response_complete:
                 connection.transport.abort()
         for task in list(self.server_state.tasks):
