@@ -28,7 +28,9 @@ from sweeps.points import Job
 from sweeps.store import read_job
 
 if TYPE_CHECKING:
+    from engine.config import EngineConfig
     from engine.generate import Engine
+    from sweeps.subjects.base import Subject
     from sweeps.subjects.shared import Shared
 
 TOLERANCE = 0.05
@@ -48,10 +50,23 @@ def make_oracle(shared: Shared) -> Engine:
     """A float32 engine of reference ops on independently read weights."""
     import mlx.core as mx
 
-    from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, ExpertsConfig
     from engine.generate import Engine
 
-    config = EngineConfig(
+    return Engine(shared.config, shared.independent(), _reference_config(), shared.real_vocab, mx.float32)
+
+
+def reference_subject(shared: Shared) -> Subject:
+    """An engine of reference ops on the weights and in the type of every arm."""
+    from engine.generate import Engine
+    from sweeps.subjects.engine import EngineSubject
+
+    return EngineSubject(Engine(shared.config, shared.weights, _reference_config(), shared.real_vocab, shared.dtype))
+
+
+def _reference_config() -> EngineConfig:
+    from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, ExpertsConfig
+
+    return EngineConfig(
         linear="reference",
         route="reference",
         experts=ExpertsConfig(variant="reference"),
@@ -61,7 +76,6 @@ def make_oracle(shared: Shared) -> Engine:
         head="reference",
         decode=DecodeConfig(trace="eager"),
     )
-    return Engine(shared.config, shared.independent(), config, shared.real_vocab, mx.float32)
 
 
 def gate(shared: Shared, tokens: Sequence[int], *, model: Any = None, oracle: Engine | None = None) -> Check:

@@ -341,32 +341,34 @@ class PointGuard:
                 continue  # an A/A arm is its reference
             checks.append(self._once(arm, reference.hash, phase, lambda r=reference: self._logits(arm, r, phase)))
         if not checks and arm.subject == "engine" and not arm.options:
-            # Held against nothing else here: against the float32 pass of reference ops, or its speed would stand alone.
-            checks.append(self._once(arm, "oracle", phase, lambda: self._anchored(arm, phase)))
+            # Held against nothing else here: against the reference ops then, or its speed would stand alone.
+            checks.append(self._once(arm, "reference ops", phase, lambda: self._anchored(arm, phase)))
         failed = [check for check in checks if not check["passed"]]
         return (failed or checks or [{}])[0]
 
     def _anchored(self, arm: Arm, phase: Phase) -> Check:
-        """The arm against the engine of reference ops over a few positions (that engine is slow)."""
+        """The arm against the reference ops on the same weights and type, over a few positions (they are slow)."""
+        from sweeps.baseline import reference_subject
         from sweeps.subjects import make
-        from sweeps.subjects.engine import EngineSubject
 
         assert self.shared is not None
-        rows = self.scope.rows
-        subject = make(arm, self.job, self.shared)
+        context, positions = self.scope.rows, max(self.scope.rows, Thresholds().min_positions)
+        subjects: list[Subject] = []
         try:
+            subjects = [make(arm, self.job, self.shared), reference_subject(self.shared)]
             check = compare_logits(
-                subject,
-                EngineSubject(self._reference_engine()),
-                self._text(2 * rows + 1),
+                subjects[0],
+                subjects[1],
+                self._text(context + positions + 1),
                 phase,
-                contexts=(rows,),
-                positions=rows,
-                chunk=int(subject.describe().get("chunk") or 2048),
+                contexts=(context,),
+                positions=positions,
+                chunk=int(subjects[0].describe().get("chunk") or 2048),
             )
         finally:
-            subject.close()
-        return _with(check, reference="float32 reference ops")
+            for subject in subjects:
+                subject.close()
+        return _with(check, reference="reference ops")
 
     def _once(self, arm: Arm, reference: str, phase: str, make: Any) -> dict[str, Any]:
         key = (arm.hash or arm.name, reference, phase)

@@ -283,3 +283,21 @@ def test_both_ways_of_timing_are_reported_side_by_side(tmp_path):
     assert result["frontier"] == 24 and len(result["samples"]["sweep"]) == 2
     # How far apart they are is for a quiet machine to say; that both are rates of this work is not.
     assert all(result[phase][side] > 0 for phase in ("prefill", "decode") for side in ("sweep", "stream_generate"))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_arm_held_against_nothing_else_is_held_against_the_reference_ops(checkpoint, phase, monkeypatch):
+    """Without a baseline the first arm of a job is no contrast's: its speed must not stand alone."""
+    from engine.model import Model
+
+    made = job(checkpoint.spec, [engine_arm()])
+    point = Point("p", phase, 256, 1)
+    right = guard_for(exact(checkpoint), made)(point)["full"]
+    assert right["passed"] and right["figures"]["reference"] == "reference ops"
+    oracle = Model.experts
+
+    def without_the_shared_scale(self, w, x):
+        return oracle(self, w, x) * (1.0 if self.ops.linear.decode.name == "reference" else 1.5)
+
+    monkeypatch.setattr(Model, "experts", without_the_shared_scale)
+    assert not guard_for(exact(checkpoint), made)(point)["full"]["passed"]

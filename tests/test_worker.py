@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from sessions import Bench, arm, job, points
 
@@ -335,6 +336,26 @@ def test_a_guard_that_fails_blocks_the_contrast_and_prints_no_speed(tmp_path):
     assert "top-1 agreement 71 %" in str(answer.reason)
 
 
+def test_a_resumed_session_guards_the_arms_that_have_no_check_yet(tmp_path):
+    bench = Bench(job(tmp_path, [A, B], points([256], blocks=4)))
+    results = {name: {"name": "logits", "passed": name == "a", "reason": f"{name} by guard"} for name in "ab"}
+    append, rows = bench.store.append, []
+
+    def until_the_first_window(row):
+        append(row)
+        rows.append(row)
+        if row.block >= 0:
+            raise KeyboardInterrupt
+
+    bench.store.append = until_the_first_window
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(guard=lambda point: results)
+    bench.store.append = append
+    assert len({row.arm for row in rows if row.block >= 0}) == 1
+    assert Bench(bench.job).run(guard=lambda point: results)
+    assert {row.verdict for row in contrast_rows(bench.job, bench.rows())} == {"blocked"}
+
+
 def test_a_guard_that_breaks_blocks_too(tmp_path):
     def broken(point):
         raise RuntimeError("no oracle")
@@ -414,6 +435,19 @@ def test_kill_in_mid_sweep_then_the_same_command_finishes_without_doubles(tmp_pa
     assert rows[: len(before)] == [json.loads(json.dumps(vars(row))) for row in before]
     last = out.strip().splitlines()[-1]
     assert Path(last).is_file() and last.endswith("report.html")
+
+
+def test_a_worker_ends_soon_after_the_sweep_that_started_it(tmp_path):
+    """The lock goes with the sweep: a worker that lived on would time against the next one."""
+    made = quick(tmp_path)
+    sweep = start(made)
+    wait_for_rows(made, 20)
+    (worker,) = [p for p in _children(sweep.pid) if "sweeps.worker" in " ".join(p.cmdline())]
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.communicate()
+    psutil.wait_procs([worker], timeout=10)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    assert not Store(made.run_dir).read().torn
 
 
 def test_an_interrupt_stops_cleanly_and_keeps_whole_rows(tmp_path):
