@@ -238,18 +238,22 @@ def guard(study: Study) -> Table:
         Column("found", "found", _found),
     ]
     groups: dict[str, dict[str, Any]] = {}
-    for r in study.results:
-        if r.check and not r.aa:
-            found = {k: v for k, v in flatten(r.check).items() if k not in ("name", "passed")}
-            row = {
-                "contrast": f"{r.arm} / {r.reference}",
-                "phase": r.phase,
-                "name": r.check.get("name"),
-                "passed": _passed(r.check.get("passed")),
-                "found": found,
-            }
-            key = json.dumps(row, default=str)
-            groups.setdefault(key, row | {"frontiers": []})["frontiers"].append(r.frontier)
+    checked = [(f"{r.arm} / {r.reference}", r) for r in study.results if r.check and not r.aa]
+    if not checked:
+        # Arms that are held against no other arm have a guard all the same.
+        alone = {(s.arm, s.phase, s.frontier): s for s in study.rows.samples if s.check and "aa" not in s.flags}
+        checked = [(arm, sample) for (arm, *_), sample in sorted(alone.items())]
+    for label, r in checked:
+        found = {k: v for k, v in flatten(r.check).items() if k not in ("name", "passed")}
+        row = {
+            "contrast": label,
+            "phase": r.phase,
+            "name": r.check.get("name"),
+            "passed": _passed(r.check.get("passed")),
+            "found": found,
+        }
+        key = json.dumps(row, default=str)
+        groups.setdefault(key, row | {"frontiers": []})["frontiers"].append(r.frontier)
     rows = [
         row | {"context": text.frontier_list(row["frontiers"], study.frontiers.get(row["phase"], []))}
         for row in groups.values()
