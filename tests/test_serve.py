@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import socket
@@ -213,6 +214,24 @@ def test_completion_logprobs_have_their_own_shape(api, name):
     events = list(api.completions.create(model=name, prompt=TEXT, temperature=0, logprobs=2, max_tokens=6, stream=True))
     parts = [e.choices[0].logprobs for e in events if e.choices[0].logprobs]
     assert sum((p.tokens for p in parts), []) == scores.tokens
+    assert sum((p.text_offset for p in parts), []) == scores.text_offset
+
+
+def test_offsets_of_scores_index_into_the_text(api, name):
+    """Also where a character is spread over tokens, or generation leaves one unfinished."""
+    fields = {"prompt": "é é é", "temperature": 1.6, "seed": 0, "logprobs": 0, "max_tokens": 900, "top_p": 1}
+    fields["extra_body"] = {"top_k": 0}
+    choice = api.completions.create(model=name, **fields).choices[0]
+    scores, text = choice.logprobs, choice.text
+    shared = sum(a == b for a, b in itertools.pairwise(scores.text_offset))
+    assert shared > 1 and len(text) > 200
+    for token, at in zip(scores.tokens, scores.text_offset, strict=True):
+        if token.startswith("bytes:"):
+            assert at < len(text)
+        elif not token.startswith("<|"):
+            assert text[at : at + len(token)] == token
+    events = list(api.completions.create(model=name, stream=True, **fields))
+    parts = [e.choices[0].logprobs for e in events if e.choices[0].logprobs]
     assert sum((p.text_offset for p in parts), []) == scores.text_offset
 
 

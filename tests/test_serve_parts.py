@@ -17,7 +17,7 @@ from engine.serve.generation import Ask, Generation
 from engine.serve.requests import ChatRequest, Refused, TextRequest, parse
 from engine.serve.reuse import MOST_SNAPSHOTS, Prefixes
 from engine.serve.source import Source
-from engine.serve.text import Answer, StopStrings, TokenBytes
+from engine.serve.text import Answer, Offsets, StopStrings, TokenBytes
 from engine.serve.worker import Done, Job, Piece, QueueFull, Worker
 
 
@@ -99,6 +99,37 @@ def test_bytes_of_tokens_add_up_to_the_text(own):
     text = "naïve 日本 👩‍🚀<|im_end|></think>\x00\t\n"
     data = b"".join(map(TokenBytes(own.tokenizer), own.tokenizer.encode(text)))
     assert data.decode() == text and TokenBytes(own.tokenizer)(511) == b""
+
+
+def places(own: Own, ids: list[int]) -> list[tuple[int, bytes]]:
+    """Offset and shown bytes of each token."""
+    data, offsets = TokenBytes(own.tokenizer), Offsets()
+    shown = [b"" if i in data.hidden else data(i) for i in ids]
+    return [(offsets.add(d), d) for d in shown]
+
+
+def test_offsets_of_any_tokens_point_into_their_text(own):
+    draw, checked = random.Random(4), 0
+    whole = own.tokenizer.encode("naïve 日本 👩\u200d🚀 \ufffd<|im_end|></think>")
+    # Single bytes, of which every mistake in a character can be made, beside all other tokens.
+    pools = (range(256), range(own.engine.vocabulary), whole)
+    for _ in range(400):
+        ids = [draw.choice(draw.choice(pools)) for _ in range(draw.randrange(1, 30))]
+        text, before = own.tokenizer.decode(ids), 0
+        for at, data in places(own, ids):
+            assert before <= at <= len(text)
+            before = at
+            shown = data.decode(errors="replace")
+            if data and "\ufffd" not in shown:
+                checked += 1
+                assert text[at : at + len(shown)] == shown, (ids, at)
+    assert checked > 1000
+
+
+def test_pieces_of_one_character_share_its_offset():
+    offsets = Offsets()
+    tokens = [b"a", b"\xc3", b"\xa9b", b"\xf0\x9f", b"", b"\x9a", b"\x80", b"\xe6", b"c", b"\xef\xbf", b"\xbd", b"d"]
+    assert [offsets.add(t) for t in tokens] == [0, 1, 1, 3, 3, 3, 3, 4, 5, 6, 6, 7]
 
 
 # -- reuse -------------------------------------------------------------------------------------------

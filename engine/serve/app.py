@@ -20,7 +20,7 @@ from starlette.routing import Route
 from engine.serve.generation import Ask, Scored
 from engine.serve.guard import shutting_down, too_large
 from engine.serve.requests import ChatRequest, Common, Refused, TextRequest, decoded, error_body, parse, several, whole
-from engine.serve.text import CLOSE, OPEN, Answer, TokenBytes
+from engine.serve.text import CLOSE, OPEN, Answer, Offsets, TokenBytes
 from engine.serve.worker import Closing, Done, Failed, Job, Piece, QueueFull, Worker
 from engine.tokenizer import TokenizerError
 
@@ -84,7 +84,7 @@ class Call:
     chat: bool
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    offset: int = 0
+    offsets: Offsets = field(default_factory=Offsets)
 
     def head(self, streamed: bool) -> dict[str, Any]:
         """The fields that every answer and event begins with."""
@@ -122,15 +122,14 @@ class Call:
                 # These are keys as well: part of a character must not be the same as any other part.
                 return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
 
-        offsets = []
-        for token in tokens:
-            offsets.append(self.offset)
-            self.offset += len(self.service.token_bytes(token.id).decode(errors="replace"))
+        hidden = self.service.token_bytes.hidden
         return {
             "tokens": [text(t.id) for t in tokens],
             "token_logprobs": [t.logprob for t in tokens],
             "top_logprobs": [{text(i): value for i, value in t.top} for t in tokens],
-            "text_offset": offsets,
+            "text_offset": [
+                self.offsets.add(b"" if t.id in hidden else self.service.token_bytes(t.id)) for t in tokens
+            ],
         }
 
 

@@ -5,6 +5,7 @@ Streaming and whole answers are made of the same pieces by this one module, so t
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
@@ -117,11 +118,17 @@ class Answer:
 
 
 class TokenBytes:
-    """The bytes of single ids, of which text decoding shows only whole characters."""
+    """The bytes of single ids, of which text decoding shows only whole characters.
+
+    Attributes:
+        hidden: ids of which texts show nothing, though they have a name.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._core = tokenizer.core
-        self._added = {i: t.content for i, t in tokenizer.core.get_added_tokens_decoder().items()}
+        added = tokenizer.core.get_added_tokens_decoder()
+        self._added = {i: t.content for i, t in added.items()}
+        self.hidden = frozenset(i for i, t in added.items() if t.special)
 
     def __call__(self, token: int) -> bytes:
         """Bytes of `token`; none for an id without text."""
@@ -137,3 +144,25 @@ class TokenBytes:
         table = {chr(b): b for b in plain}
         others = [b for b in range(256) if b not in set(plain)]
         return table | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+class Offsets:
+    """Where tokens begin in the text they decode to, in characters.
+
+    Tokens that hold pieces of one character begin where it does. Bytes that are no character count as decoding shows
+    them: one U+FFFD for each stretch that could have begun one.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def add(self, data: bytes) -> int:
+        """Where the token begins whose bytes, as the text shows them, are next."""
+        first = self._decoder.decode(data[:1])
+        # Of what the first byte completes it is part of the last character, unless it begins one itself: then all of
+        # that was a character cut off before it.
+        begins = bool(self._decoder.getstate()[0])
+        start = self._length + max(0, len(first) - (0 if begins else 1))
+        self._length += len(first) + len(self._decoder.decode(data[1:]))
+        return start
