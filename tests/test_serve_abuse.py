@@ -172,7 +172,7 @@ def test_paths_and_methods_that_are_not_there(server):
 
 def test_the_last_of_two_equal_keys_counts_and_the_type_of_the_content_does_not(server):
     for kind in ("text/plain", "application/json; charset=latin-1"):
-        body = b'{"prompt": 5, "max_tokens": 9, "prompt": "a", "max_tokens": 1}'
+        body = b'{"prompt": 5, "max_tokens": 9, "temperature": 0, "prompt": "a", "max_tokens": 1}'
         status, answer = post(server.port, TEXT, body, Content_Type=kind)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
 
