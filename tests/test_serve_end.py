@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import health, post, until
@@ -27,7 +28,19 @@ ENDS = {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With room for answers and prompts that take far longer than a test."""
     config = tiny_config(hidden_size=64, experts=8, max_position_embeddings=1 << 17)
-    return write_checkpoint(tmp_path_factory.mktemp("ended"), config, seed=1)
+    folder = write_checkpoint(tmp_path_factory.mktemp("ended"), config, seed=1)
+    # Without ids that end a turn, an answer goes on to its limit.
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        file = folder / name
+        file.write_text(json.dumps(without_ends(json.loads(file.read_text()))))
+    return folder
+
+
+def without_ends(settings: Any) -> Any:
+    """Settings without what names an end of turn."""
+    if not isinstance(settings, dict):
+        return settings
+    return {key: without_ends(value) for key, value in settings.items() if key not in ("eos_token", "eos_token_id")}
 
 
 @contextlib.contextmanager
