@@ -14,7 +14,7 @@ from sweeps.prompts import Prompts
 from sweeps.subjects.mlx_lm import MlxLm
 from sweeps.subjects.shared import Shared
 
-PROMPT, STEPS, FEWEST, MOST = 128, 24, 6, 20
+PROMPT, STEPS, FEWEST, MOST = 64, 24, 6, 20
 
 
 def by_hand(model, prompt, steps: int) -> baseline.Rates:

@@ -113,6 +113,7 @@ def named(answer: Answer) -> bool:
     return answer.code == 1 and "prefill at 64 is" in answer.reason and "changed ops: experts (a to b)" in answer.reason
 
 
+@pytest.mark.full
 def test_planted_slowdown_is_confirmed_and_named_on_the_real_clock(tmp_path: Path) -> None:
     # Half as much again, so that a busy machine cannot hide it in this short run; 5 % has its own, longer test.
     answer = gated(tmp_path / "run", 1.5, sessions=4, blocks=3)

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Without ids that end a turn, an answer goes on to its limit.
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         file = folder / name
-        file.write_text(json.dumps(without_ends(json.loads(file.read_text()))))
+        file.write_text(json.dumps(without_ends(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
     return folder
 
 
@@ -46,7 +46,7 @@ def without_ends(settings: Any) -> Any:
 @contextlib.contextmanager
 def process(model: Path, said: Path) -> Iterator[tuple[subprocess.Popen, int]]:
     """The command and its port; its standard error goes to the file `said`."""
-    with said.open("w") as stderr:
+    with said.open("w", encoding="utf-8") as stderr:
         made = subprocess.Popen(
             [sys.executable, "-m", "engine", "serve", "--port", "0", "--model", str(model), "--block", "32"],
             cwd=Path(__file__).parents[1],
@@ -54,8 +54,8 @@ def process(model: Path, said: Path) -> Iterator[tuple[subprocess.Popen, int]]:
             stdin=subprocess.DEVNULL,
         )
     try:
-        until(lambda: "/v1 (" in said.read_text(), 120)
-        yield made, int(said.read_text().split("/v1 (")[0].rsplit(":", 1)[1])
+        until(lambda: "/v1 (" in said.read_text(encoding="utf-8"), 120)
+        yield made, int(said.read_text(encoding="utf-8").split("/v1 (")[0].rsplit(":", 1)[1])
     finally:
         made.kill()
         made.wait(30)
@@ -107,7 +107,7 @@ def test_requests_under_way_are_told_of_the_end(model, tmp_path, how):
             assert is_the_end(json.loads(events[-1].partition(b"\n\n")[0])["error"]), events[-1]
         assert is_the_end(error_of(rest(whole))) and is_the_end(error_of(rest(owing))) and rest(idle) == b""
         assert server.wait(20) == ENDS[how] and time.monotonic() - started < 3
-    lines = (tmp_path / "said").read_text().splitlines()
+    lines = (tmp_path / "said").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 1 + (how is signal.SIGINT), lines
 
 
@@ -120,7 +120,7 @@ def test_a_whole_answer_in_its_prompt_is_told_of_the_end(model, tmp_path, how):
         server.send_signal(how)
         assert is_the_end(error_of(rest(whole))) and server.wait(20) == ENDS[how]
         assert time.monotonic() - started < 3
-    assert "Traceback" not in (tmp_path / "said").read_text()
+    assert "Traceback" not in (tmp_path / "said").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
@@ -129,4 +129,4 @@ def test_a_server_with_nothing_to_do_ends_as_quietly(model, tmp_path, how):
         assert post(port, TEXT, ASKED | {"max_tokens": 1})[0] == 200
         server.send_signal(how)
         assert server.wait(20) == ENDS[how]
-    assert "Traceback" not in (tmp_path / "said").read_text()
+    assert "Traceback" not in (tmp_path / "said").read_text(encoding="utf-8")
