@@ -195,7 +195,7 @@ class ModelConfig:
         counts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
         for name, value in counts.items():
             least = 0 if name == "mtp_num_hidden_layers" else 1
-            ok = isinstance(value, int) and not isinstance(value, bool) and (value >= least or name == "bos_token_id")
+            ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
             need(ok, f"{name} is {value!r}, not a whole number from {least} up")
         for name in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
             value = getattr(self, name)
