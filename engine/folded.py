@@ -63,7 +63,8 @@ class FoldedModel(Model):
             if not self.whole:
                 return self.ops.gated_delta(*inputs, conv, state, w, sizes, rows=inputs[0].shape[1])
             self._ran("gated_delta", "registers")
-            return gated_delta.gated_delta_metal(*inputs, conv, state, w, sizes, normed=False)
+            # Float32 up to the norm: a read-out may be far from the size that its norm gives it.
+            return gated_delta.gated_delta_metal(*inputs, conv, state, w, sizes, normed=False, dtype=mx.float32)
 
         out = view.recur(index, (qkv, z, b, a), core)
         return self._out(out, w.out_proj, h, linear.GatedNorm(w.norm, z, c.rms_norm_eps) if self.whole else None)

@@ -322,8 +322,7 @@ class PointGuard:
         if arm.subject == "mlx_lm":
             return self._once(arm, "", phase="prefill", make=lambda: self._gate(arm))
         if arm.aa or "slowdown" in arm.options:
-            # A copy computes what its original does.
-            original = next((a for a in self.job.arms if a.config == arm.config and not (a.aa or a.options)), None)
+            original = self._original(arm)
             return self._of(original, phase) if original else {}
         if self.shared is not None and self.shared.synthetic:
             if "checkout" in arm.options:
@@ -340,11 +339,20 @@ class PointGuard:
             if reference.hash == arm.hash and reference.subject == arm.subject:
                 continue  # an A/A arm is its reference
             checks.append(self._once(arm, reference.hash, phase, lambda r=reference: self._logits(arm, r, phase)))
-        if not checks and arm.subject == "engine" and not arm.options:
+        if not checks and arm.subject == "engine":
             # Held against nothing else here: against the reference ops then, or its speed would stand alone.
             checks.append(self._once(arm, "reference ops", phase, lambda: self._anchored(arm, phase)))
         failed = [check for check in checks if not check["passed"]]
         return (failed or checks or [{}])[0]
+
+    def _original(self, arm: Arm) -> Arm | None:
+        """The arm that an A/A arm repeats or a slowed arm slows: a copy computes what its original does."""
+
+        def code(one: Arm) -> tuple[Any, Any]:
+            return one.config, one.options.get("checkout")
+
+        firsts = [a for a in self.job.arms if not a.aa and "slowdown" not in a.options]
+        return next((a for a in firsts if (a.hash == arm.hash if arm.aa else code(a) == code(arm))), None)
 
     def _anchored(self, arm: Arm, phase: Phase) -> Check:
         """The arm against the reference ops on the same weights and type, over a few positions (they are slow)."""

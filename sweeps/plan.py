@@ -312,7 +312,7 @@ class _Planner:
         if "prefill" in self.request.phases:
             raise PlanError("decode.cache=shared goes with phases=[decode]: a timed prefill fills its own arm's cache")
         longest = self.request.frontiers[-1]
-        engines = [arm for arm in reversed(self.arms) if arm.subject == "engine" and not arm.aa]
+        engines = [a for a in reversed(self.arms) if a.subject == "engine" and not a.aa and "slowdown" not in a.options]
         return min(engines, key=lambda a: self.forecast.prefill(a.name, longest, a.subject, self._chunk_of(a))).name
 
     def points(self) -> list[Point]:

@@ -113,6 +113,8 @@ def test_a_shared_decode_cache_is_filled_by_the_fastest_engine_arm_and_only_with
     words = ("ablation=full_vs_plain", "sweep=ten", "decode.cache=shared", "frontiers=[256,32K]")
     own, shared = (made(*words[: 2 + n], words[3], "phases=[decode]") for n in (0, 1))
     assert own.job.settings["cache_from"] is None and shared.job.settings["cache_from"] == "full"
+    slowed = made(*words, "phases=[decode]", "planted=5%").job
+    assert slowed.settings["cache_from"] == "full", "a copy that waits would fill it more slowly"
     assert shared.seconds < own.seconds
     assert not {p.key for p in own.job.points} & {p.key for p in shared.job.points}
     with pytest.raises(PlanError, match=r"phases=\[decode\]"):

@@ -300,3 +300,17 @@ def test_an_arm_held_against_nothing_else_is_held_against_the_reference_ops(chec
 
     monkeypatch.setattr(Model, "experts", without_the_shared_scale)
     assert not guard_for(exact(checkpoint), made)(point)["full"]["passed"]
+
+
+def test_copies_take_the_check_of_their_original(checkpoint):
+    """An A/A arm and a slowed arm, of this engine or of a checkout in a process of its own."""
+    head = dataclasses.replace(engine_arm("head", hash="h"), options={"checkout": "/head", "process": ""})
+    base = dataclasses.replace(engine_arm("base", hash="b"), options={"checkout": "/base", "process": ""})
+    again = dataclasses.replace(head, name="head.again", options={"checkout": "/head", "process": "again"}, aa=True)
+    slowed = dataclasses.replace(base, name="base.slowed", hash="s", options={**base.options, "slowdown": 1.05})
+    guard = guard_for(checkpoint, job(checkpoint.spec, [base, head, again, slowed]))
+    assert guard._original(again) is head and guard._original(slowed) is base
+    plain = [engine_arm(), engine_arm("mlx", hash="m", linear="mlx")]
+    copies = [dataclasses.replace(a, name=f"{a.name}.slowed", hash="x", options={"slowdown": 2}) for a in plain]
+    guard = guard_for(checkpoint, job(checkpoint.spec, [*plain, *copies]))
+    assert [guard._original(copy) for copy in copies] == plain
