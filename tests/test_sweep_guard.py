@@ -285,12 +285,13 @@ def test_both_ways_of_timing_are_reported_side_by_side(tmp_path):
     assert all(result[phase][side] > 0 for phase in ("prefill", "decode") for side in ("sweep", "stream_generate"))
 
 
-def test_an_arm_held_against_nothing_else_is_held_against_the_reference_ops(checkpoint, monkeypatch):
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_an_arm_held_against_nothing_else_is_held_against_the_reference_ops(checkpoint, phase, monkeypatch):
     """Without a baseline the first arm of a job is no contrast's: its speed must not stand alone."""
     from engine.model import Model
 
     made = job(checkpoint.spec, [engine_arm()])
-    point = Point("p", "prefill", 256, 1)
+    point = Point("p", phase, 256, 1)
     right = guard_for(exact(checkpoint), made)(point)["full"]
     assert right["passed"] and right["figures"]["reference"] == "reference ops"
     oracle = Model.experts

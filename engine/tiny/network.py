@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.library import custom_op
 
 from engine.config import ModelConfig
 
@@ -143,7 +144,7 @@ def _block_inverse(a: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("lilybench_tiny::unit_lower_inverse", mutates_args=())
+@custom_op("lilybench_tiny::unit_lower_inverse", mutates_args=())
 def unit_lower_inverse(a: torch.Tensor) -> torch.Tensor:
     """(I + a)^-1 for strictly lower triangular `a`, float32 ``[..., 64, 64]``, without TF32."""
     precision = torch.get_float32_matmul_precision()
@@ -172,7 +173,7 @@ def _inverse_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 unit_lower_inverse.register_autograd(_inverse_gradient, setup_context=_inverse_context)
 
 
-@torch.library.custom_op("lilybench_tiny::carry", mutates_args=())
+@custom_op("lilybench_tiny::carry", mutates_args=())
 def carry(w: torch.Tensor, u: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The state before each chunk and each chunk's corrected values.
 
@@ -200,7 +201,7 @@ def _(w: torch.Tensor, u: torch.Tensor, k: torch.Tensor, decay: torch.Tensor) ->
     return w.new_empty(*w.shape[:2], w.shape[-1], u.shape[-1]), u.new_empty(u.shape)
 
 
-@torch.library.custom_op("lilybench_tiny::carry_backward", mutates_args=())
+@custom_op("lilybench_tiny::carry_backward", mutates_args=())
 def carry_backward(
     w: torch.Tensor, k: torch.Tensor, decay: torch.Tensor, grad_states: torch.Tensor, grad_values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
