@@ -25,6 +25,12 @@ CHUNK = 256
 HEADS = ("8", "4", "2", "1")
 SPLITS = ("none", "chunks", "blocks")
 LANES = ("coalesced", "apart", "tiles", "tiles_ahead")
+SPACE = (
+    *({"heads": heads, "split": "blocks", "lanes": "coalesced"} for heads in HEADS),
+    *({"heads": "8", "split": split, "lanes": lanes} for lanes in LANES[2:] for split in SPLITS),
+    *({"heads": "8", "split": split, "lanes": "coalesced"} for split in ("none", "chunks")),
+)
+"""What the tuner tries; lanes that read apart are there to be compared with, not to be chosen."""
 TILE_HEADS = 8
 """Query heads of a matrix tile."""
 LEAST_PART = {"coalesced": 32, "apart": 32, "tiles": 64, "tiles_ahead": 64}

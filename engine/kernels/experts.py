@@ -28,6 +28,11 @@ UP_TILES = ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8))
 DOWN_TILES = ((1, 1), (2, 1), (1, 3), (2, 3), (4, 3), (2, 9), (4, 9), (8, 9))
 """(columns a lane works on, simdgroups that share the experts) of `down`; 3 and 9 divide 8 experts and one shared."""
 UP_TILE, DOWN_TILE = (2, 4), (4, 9)
+SPACE = (
+    *({"up_tile": tile} for tile in UP_TILES if tile != UP_TILE),
+    *({"down_tile": tile} for tile in DOWN_TILES if tile != DOWN_TILE),
+)
+"""What the tuner tries: one launch's tile at a time, the other's as it is."""
 MOST_CHOSEN = SIMD
 """A lane keeps one chosen expert."""
 MOST_EXPERTS = 8192

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.kernels import attention as kernels
+from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 
 SPLIT_CHUNK = 256
@@ -142,6 +143,8 @@ def _op(name: str, summary: str, variants: tuple[Variant, ...], cases: tuple[Cas
             variants={v.name: v for v in variants},
             cases=cases,
             inputs=_inputs,
+            timing=getattr(geometry, name),
+            context=lambda q, keys, *_: keys.shape[2],
             order=order,
             tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
             least_bytes=lambda c: 2 * 256 * (2 * c["kv"] * c["n"] + 2 * 8 * c["kv"] * c["rows"]),
@@ -163,7 +166,7 @@ DECODE_ATTENTION = _op(
             "matmul",
             attention_matmul,
             "query heads of a key/value head packed as rows of one product",
-            tiles=("none", "chunks", "blocks"),
+            space=tuple({"split": split} for split in kernels.SPLITS),
             settings=("split", "blocks"),
             defaults=lambda device: {"split": "chunks" if device == "cuda" else "none"},
         ),
@@ -172,7 +175,7 @@ DECODE_ATTENTION = _op(
             kernels.attention_metal,
             "our kernel: query heads packed on one fetch, positions divided, one text for Metal and CUDA",
             supports=kernels.supports,
-            tiles=kernels.SPLITS,
+            space=kernels.SPACE,
             settings=("heads", "split", "lanes", "blocks"),
             defaults=kernels.defaults,
         ),

@@ -15,6 +15,7 @@ import numpy as np
 from engine.config import GROUP_SIZE
 from engine.kernels import experts as kernels
 from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, packed
+from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.ops.route import Routing, route_reference
 from engine.weights import Experts, Matrix
@@ -142,10 +143,10 @@ def experts_grouped(x: mx.array, routing: Routing, w: Experts) -> mx.array:
     return _combine(routed, routing.weights) + shared_expert(x, w, linear_expanded)
 
 
-def experts_metal(x: mx.array, routing: Routing, w: Experts) -> mx.array:
+def experts_metal(x: mx.array, routing: Routing, w: Experts, **tiles: tuple[int, int]) -> mx.array:
     """Our kernels for the routed experts and the sum, MLX's product for what the shared expert does to `x`."""
     shared = linear_mlx(x, w.shared_gate_proj), linear_mlx(x, w.shared_up_proj), linear_mlx(x, w.shared_gate)
-    return kernels.experts_metal_routed(x, routing.ids, routing.weights, w, shared=shared)
+    return kernels.experts_metal_routed(x, routing.ids, routing.weights, w, shared=shared, **tiles)
 
 
 def _one(w: Matrix, expert: int) -> Matrix:
@@ -219,6 +220,7 @@ EXPERTS = declare(
                     experts_metal,
                     "our kernels: two launches, each expert's weights read once per row, one text for Metal and CUDA",
                     supports=kernels.supports,
+                    space=kernels.SPACE,
                 ),
             )
         },
@@ -231,6 +233,7 @@ EXPERTS = declare(
             _case(40, 128, 64, 32, 8, one=1),
         ),
         inputs=_inputs,
+        timing=geometry.experts,
         # See `linear` for the CPU. On CUDA MLX's sorted packed product stays under 5 TFLOP/s, its dense one not.
         order=same_order(("mlx",), cpu_prefill=("grouped",), cuda_prefill=("expanded", "mlx")),
         tolerance={"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3},

@@ -23,6 +23,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from engine.kernels import gated_delta as kernels
+from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import GatedDelta, Matrix
 
@@ -327,6 +328,7 @@ GATED_DELTA = declare(
                     kernels.gated_delta_metal,
                     "our kernel: all in one launch, the state in registers, one text for Metal and CUDA",
                     kernels.supports,
+                    space=tuple({"columns": columns} for columns, _ in kernels.NORMED_TILES),
                 ),
             )
         },
@@ -341,6 +343,7 @@ GATED_DELTA = declare(
             _case(70, 1, 1, -20),
         ),
         inputs=_inputs,
+        timing=geometry.gated_delta,
         # Off Metal MLX's op runs at 5 tokens per millisecond and layer; the chunked form is plain products. On a CPU a
         # single row is cheaper as elementwise passes than as 32 small matrix-vector products.
         order=same_order(

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from engine.kernels import linear as kernels
 from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, norm_mlx, norm_reference, packed
+from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import Matrix
 
@@ -61,6 +62,7 @@ HEAD = declare(
         },
         cases=(_case(1, 256, 512, 500), _case(3, 128, 320, 261), _case(19, 256, 512, 512)),
         inputs=_inputs,
+        timing=geometry.head,
         order=same_order(("mlx",), cpu_prefill=("expanded",)),
         tolerance={"float32": 2e-5, "bfloat16": 1.5e-2, "float16": 3e-3},
         least_bytes=lambda c: c["vocabulary"] * c["hidden"] * 9 // 16 + 2 * c["rows"] * c["vocabulary"],

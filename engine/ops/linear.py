@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from engine.config import GROUP_SIZE
 from engine.kernels import linear as kernels
+from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import Matrix
 
@@ -74,6 +75,7 @@ LINEAR = declare(
             _case(5, 256, 32, bits=8),
         ),
         inputs=_linear_inputs,
+        timing=geometry.linear,
         # On a CPU the packed product runs at about 1.5 GFLOP/s whatever the rows, a BLAS product at 50.
         order=same_order(("mlx",), cpu_prefill=("expanded",)),
         tolerance={"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3},

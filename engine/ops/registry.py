@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from engine.config import ModelConfig
 
 Phase = Literal["decode", "prefill"]
 DECODE_ROWS = 8
@@ -47,6 +50,11 @@ def nothing(device: str) -> dict[str, Any]:
     return {}
 
 
+def untimed(config: ModelConfig, rows: int, context: int) -> tuple[Case, ...]:
+    """`timing` of an op whose variants are not chosen between."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to compute an op.
@@ -54,7 +62,8 @@ class Variant:
     Attributes:
         run: called with the op's arguments; the same signature for every variant of an op.
         supports: reason why it cannot run for a case (None = any) on a device kind, or None if it can.
-        tiles: names of the tile settings it can take; empty if it has none.
+        tiles: values of its keyword ``tile``; empty if it has none.
+        space: keywords of `run` that the tuner tries, where they are more than a tile: about 12 points at most.
         settings: names of the config's settings of its op that `run` takes as keywords.
         defaults: what a setting left at ``"best"`` is on a device kind.
         reads_host: it reads an array back to the host, so it cannot run inside a compiled step.
@@ -68,6 +77,12 @@ class Variant:
     settings: tuple[str, ...] = ()
     defaults: Callable[[str], dict[str, Any]] = nothing
     reads_host: bool = False
+    space: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def points(self) -> tuple[Mapping[str, Any], ...]:
+        """Keywords to time it with: none at all (its own rule), then every point of its space."""
+        return ({}, *(self.space or ({"tile": tile} for tile in self.tiles)))
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,8 @@ class Op:
         tolerance: largest relative RMS error of a variant against the reference, by dtype name.
         least_bytes, least_flops: what a case must at least move and compute.
         decode_rows: most rows that take the decode order, where it is fewer than `DECODE_ROWS` on a device kind.
+        timing: the cases to time for a model, at so many new rows of which the last sees so many positions.
+        context: positions that a call sees, from its arguments, where its time depends on them.
     """
 
     name: str
@@ -92,6 +109,8 @@ class Op:
     least_bytes: Callable[[Case], int]
     least_flops: Callable[[Case], int]
     decode_rows: Mapping[str, int] = field(default_factory=dict)
+    timing: Callable[[ModelConfig, int, int], tuple[Case, ...]] = untimed
+    context: Callable[..., int] | None = None
 
     @property
     def reference(self) -> Variant:
@@ -153,12 +172,15 @@ class Recorder:
 
     counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
     _capture: dict[tuple[str, str, str], int] | None = None
+    _chosen: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
-    def record(self, op: str, variant: str, tile: str = "") -> None:
-        """Count one call."""
+    def record(self, op: str, variant: str, tile: str = "", chosen: str = "") -> None:
+        """Count one call; `chosen` says how ``best`` came to it: ``"tuned"``, ``"untuned"``, or empty if it was named."""
         target = self.counts if self._capture is None else self._capture
         key = (op, variant, tile)
         target[key] = target.get(key, 0) + 1
+        if chosen and self._chosen.get(key) != "untuned":
+            self._chosen[key] = chosen
 
     def capture(self) -> dict[tuple[str, str, str], int]:
         """Send calls to a fresh tally, returned, until `release`."""
@@ -175,10 +197,11 @@ class Recorder:
             self.counts[key] = self.counts.get(key, 0) + calls
 
     def executed(self) -> list[dict[str, Any]]:
-        """``[{op, variant, tile, calls}]``, sorted."""
+        """``[{op, variant, tile, calls}]``, sorted; with ``chosen`` where ``best`` was asked for (see `record`)."""
         return [
-            {"op": op, "variant": variant, "tile": tile, "calls": calls}
-            for (op, variant, tile), calls in sorted(self.counts.items())
+            {"op": key[0], "variant": key[1], "tile": key[2], "calls": calls}
+            | ({"chosen": self._chosen[key]} if key in self._chosen else {})
+            for key, calls in sorted(self.counts.items())
         ]
 
     def reset(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 
 
@@ -91,6 +92,7 @@ ROUTE = declare(
         },
         cases=(_case(1, 256, 8), _case(5, 32, 8), _case(33, 256, 8), _case(7, 32, 8, ties=1)),
         inputs=_inputs,
+        timing=geometry.route,
         order=same_order(("topk", "mlx")),
         tolerance={"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3},
         least_bytes=lambda c: 2 * c["rows"] * (c["experts"] + c["k"]) + 4 * c["rows"] * c["k"],
