@@ -14,7 +14,7 @@ from reports.load import Rows
 from sweeps.rows import ContrastRow, Phase, RunRow, SampleRow, tokens_per_second
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
-_UNCOUNTED = frozenset(("clock_jump", "series", "warmup"))
+_UNCOUNTED = frozenset(("clock_jump", "launches", "series", "warmup"))
 GapKind = Literal["skipped", "oom", "timeout", "error", "blocked", "missing"]
 
 

@@ -41,6 +41,7 @@ FLAGS = {
     "low_power": "low-power mode was on",
     "sentinel_slow": "the sentinel kernel was slower than the session's best; on a CPU nobody waits for it",
     "serial": "arms were measured one after another, because two did not fit into memory",
+    "launches": "what a decode step launches, no time",
     "series": "a run for per-token times, never part of a rate",
     "own_clock": "timed by the subject's own program, not by the common clock",
     "client_clock": "timed by a client of the endpoint, with all that lies between them",

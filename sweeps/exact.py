@@ -5,6 +5,7 @@ embedded model, the counts below are written as JSON, and `python -m reports exa
 committed ones and names whatever rose.
 
 - launches of a decode step: operations in its graph that do work, views left out; stages: the longest chain of them
+  (as the engine writes it; `sweeps.launches` knows what MLX makes of it)
 - host waits of a prefill chunk, and submissions that did not wait
 - calls, and bytes of arguments and results, of each op, in a prefill and in a step
 - chosen variants, and peak memory of a prefill and 16 steps
@@ -14,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
-import re
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +36,7 @@ from engine.ops import VariantUnsupported
 from engine.ops.bind import BoundOp
 from engine.tiny import CHECKPOINT
 from sweeps import environment
+from sweeps.launches import VIEWS, counted, written
 
 FORMAT = 1
 """Version of the file."""
@@ -47,27 +46,6 @@ PROMPT, CHUNK, STEPS = 96, 32, 16
 
 PEAK_ROUNDS = 8
 """Rounds of which the lowest peak counts: on a CPU, how far submission runs ahead is chance."""
-
-VIEWS = frozenset(
-    (
-        "AsStrided",
-        "Broadcast",
-        "BroadcastAxes",
-        "Depends",
-        "ExpandDims",
-        "Flatten",
-        "NumberOfElements",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "StopGradient",
-        "Transpose",
-        "Unflatten",
-        "View",
-    )
-)
-"""Operations of a graph that move nothing (as MLX prints their names)."""
 
 
 def counts(presets: Sequence[str] = ("full", "plain")) -> dict[str, Any]:
@@ -141,35 +119,8 @@ def step_graph(engine: Engine) -> dict[str, Any]:
     cache.reserve(engine.position + 1)
     # The step as the engine writes it, without the compilation that would hide its operations.
     out = engine._choose(engine._token_pass(), False)
-    with io.StringIO() as text:
-        mx.export_to_dot(text, out, *cache.arrays())
-        return graph_counts(text.getvalue())
-
-
-def graph_counts(dot: str) -> dict[str, Any]:
-    """`step_graph` of a graph in DOT, as `mx.export_to_dot` writes it."""
-    names = dict(re.findall(r'(\d+) \[label ="([^"]*)"', dot))
-    inputs: dict[str, list[str]] = defaultdict(list)
-    made_by: dict[str, str] = {}
-    for source, target in re.findall(r'^("[^"]+"|\d+) -> ("[^"]+"|\d+)$', dot, re.M):
-        if source.startswith('"'):
-            inputs[target].append(source)
-        else:
-            made_by[target] = source
-    work = {node for node, name in names.items() if name not in VIEWS}
-    depth: dict[str, int] = {}
-    # Nodes are written in the order in which they are computed.
-    for node in names:
-        before = max((depth.get(made_by.get(array, ""), 0) for array in inputs[node]), default=0)
-        depth[node] = before + (node in work)
-    tally: dict[str, int] = defaultdict(int)
-    for node in work:
-        tally[names[node]] += 1
-    return {
-        "launches": len(work),
-        "stages": max(depth.values(), default=0),
-        "by_operation": dict(sorted(tally.items())),
-    }
+    step = counted(written(out, *cache.arrays()), lambda node: (0, 0) if node.name in VIEWS else (1, 1))
+    return dataclasses.asdict(step)
 
 
 @contextmanager

@@ -12,6 +12,9 @@ from sweeps.store import RETRY, Store, is_final
 ERRORS_BEFORE_STOP = 2
 """Windows of one arm that may fail at a point before the rest of that point is left."""
 
+LAUNCHES = "launches"
+"""Flag of a row that holds no time but what one decode step of its arm launches."""
+
 CRASH = "crash"
 """Flag of a window during which the process or its device died; the session leaves that arm from its frontier on."""
 
@@ -30,6 +33,7 @@ class Ledger:
         self._noted: set[tuple[str, str]] = set()
         self._seen: set[tuple[str, str]] = set()
         self._series: set[tuple[str, str]] = set()
+        self._launches: set[tuple[str, str]] = set()
         self._errors: dict[tuple[str, str], int] = {}
         self._stopped: dict[tuple[str, str], str] = {}
         self._closed: dict[tuple[str, str], tuple[int, str]] = {}
@@ -47,6 +51,10 @@ class Ledger:
     def has_series(self, point: Point, arm: str) -> bool:
         """Whether the per-token series of this arm is kept."""
         return (point.key, arm) in self._series
+
+    def has_launches(self, point: Point, arm: str) -> bool:
+        """Whether a row says what a decode step of this arm launches at this point."""
+        return (point.key, arm) in self._launches
 
     def append(self, row: SampleRow) -> None:
         """Keep the row on disk and learn from it. An error is marked to be tried again by the next invocation."""
@@ -101,6 +109,8 @@ class Ledger:
         if row.session != self._session:
             return
         self._seen.add(key)
+        if LAUNCHES in row.flags:
+            self._launches.add(key)
         if row.series:
             self._series.add(key)
         elif row.status != "ok" and is_final(row):

@@ -18,7 +18,7 @@ import psutil
 from sweeps.clock import Window, WindowVoid, timed
 from sweeps.environment import condition_flags
 from sweeps.guard import same_path
-from sweeps.ledger import CRASH, Ledger
+from sweeps.ledger import CRASH, LAUNCHES, Ledger
 from sweeps.points import Arm, Job, Point, sample_row
 from sweeps.prompts import digest
 from sweeps.rows import SampleRow, Status
@@ -132,6 +132,7 @@ class Session:
                 self._guard(group)
                 self._group(group)
                 self._forget(self.live)
+            self._launches()
         finally:
             gc.unfreeze()
         return not self.ledger.failed
@@ -439,6 +440,31 @@ class Session:
             live.subject.import_state(state)
             return Ready(frontier, kept_trial, next_token, cache_from=name)
         return None
+
+    def _launches(self) -> None:
+        """Rows on what a decode step launches, once a job, after the last window: a profiler may slow what follows."""
+        counter = self.tools.launches
+        for live in self.live if counter and self.session == 0 else ():
+            points = [
+                point
+                for point in self.job.points
+                if point.phase == "decode"
+                and self.ledger.shut(point, live.name) is None
+                and not self.ledger.has_launches(point, live.name)
+            ]
+            if live.arm.aa or not points:
+                continue
+            frontiers = sorted({point.frontier for point in points})
+            try:
+                facts = counter(live.subject, frontiers, lambda count: self.tools.prompts.take(count, 0))
+            except Exception as error:  # what was measured stands without it
+                facts = dict.fromkeys(frontiers, {"launches_unpredicted": one_line(error)})
+            for point in points:
+                cell = Cell(point.key, live.name, self.session, -1, -1, 0)
+                row = self._row(Context(point), cell, live, "ok")
+                row.flags.append(LAUNCHES)
+                row.extra |= facts[point.frontier]
+                self.ledger.append(row)
 
     def _keep_state(self, prefill: Point | None, frontier: int, arms: Sequence[Live]) -> None:
         """With one arm at a time, keep a state where a later arm is known not to get there by itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -23,6 +23,10 @@ OPS = ("linear", "route", "experts", "decode_attention", "prefill_attention", "g
 
 # A GPU that its watchdog reset refuses this process for good; a new process may go on.
 _DEVICE_LOST = ("command buffer", "device lost", "illegal memory access", "unspecified launch failure")
+
+
+LaunchCounter = Callable[[Subject, Sequence[int], Callable[[int], Sequence[int]]], dict[int, dict[str, Any]]]
+"""`sweeps.launches.of_subject`."""
 
 
 class WindowTimeout(Exception):
@@ -121,6 +125,7 @@ class Tools:
     Attributes:
         conditions: the machine's condition now. guard: the quality guard's results for a point, by arm name.
         least: (bytes, flops) that a window of a point must at least move and do.
+        launches: what a decode step of a subject launches at each of some frontiers, given prompts by their length.
         report: called with a line of text after each window.
         in_flight: told the window about to run, and None after it.
     """
@@ -133,6 +138,7 @@ class Tools:
     conditions: Callable[[], dict[str, Any]] = dict
     guard: Callable[[Point], Mapping[str, dict[str, Any]]] | None = None
     least: Callable[[Point], tuple[int | None, int | None]] = lambda point: (None, None)
+    launches: LaunchCounter | None = None
     report: Callable[[str], None] = lambda text: None
     in_flight: Callable[[Cell | None], None] = lambda cell: None
 

@@ -32,7 +32,7 @@ from sweeps.schedule import Cell
 from sweeps.session import Session
 from sweeps.store import Store, read_job
 from sweeps.subjects.base import Subject, SubjectOutOfMemory, SubjectUnsupported
-from sweeps.window import DeviceLost, MlxDevice, NoDevice, Tools, one_line
+from sweeps.window import DeviceLost, LaunchCounter, MlxDevice, NoDevice, Tools, one_line
 
 DEVICE_LOST = 70
 """Exit code of a worker whose device takes no more work; a new process may go on."""
@@ -116,6 +116,7 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
         conditions=environment.conditions,
         guard=None if shared is None else PointGuard(job, shared, prompts),
         least=_least(job, shared),
+        launches=_launches(shared),
         report=progress.line,
         in_flight=in_flight_file(job, session),
     )
@@ -257,6 +258,15 @@ def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | N
         return forecast.least_work(config, point.phase, point.frontier, point.decode_tokens, itemsize, weights)
 
     return least
+
+
+def _launches(shared: Any) -> LaunchCounter | None:
+    """Counts launches where MLX runs."""
+    if shared is None:
+        return None
+    from sweeps.launches import of_subject
+
+    return of_subject
 
 
 def _absent(store: Store, job: Job, session: int, absent: Mapping[str, tuple[Status, str]]) -> bool:
