@@ -4,6 +4,7 @@
     python -m sweeps model=qwen3.6-35b sweep=ten           the run that people come for
     python -m sweeps ablation=packed_dequant               one question
     python -m sweeps -m ablation=packed_dequant,gdn_scan   several, one after another
+    python -m sweeps suite=quick                           a list of questions, in parts if part= is said, one report
     python -m sweeps … dry_run=true                        the plan, minutes and memory; measures nothing
     python -m sweeps calibrate                             how large a difference this machine makes up by itself
     python -m sweeps pack RUN [FILE]                       a run folder as one file
@@ -26,7 +27,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from sweeps import archive, compose, environment, forecast, models, plan, preview, subjects
+from sweeps import archive, compose, environment, forecast, models, plan, preview, subjects, suite
+from sweeps.clock import SystemClock
 from sweeps.compose import CommandLine, Request, UsageError
 
 FREE_BYTES = 200_000_000
@@ -74,7 +76,8 @@ def command(words: Sequence[str]) -> int:
         line = CommandLine("run", ("sweep=calibrate", *line.overrides), line.multirun)
     if line.launcher:
         return _launch(line)
-    return sweep(compose.jobs(line))
+    name = compose.suite_of(line)
+    return _suite(name, line) if name else sweep(compose.jobs(line))
 
 
 def sweep(jobs: Sequence[Sequence[str]]) -> int:
@@ -104,6 +107,25 @@ def sweep(jobs: Sequence[Sequence[str]]) -> int:
     return max(codes)
 
 
+def _suite(name: str, line: CommandLine) -> int:
+    """Check every job of a suite, then show them or run those that are not done."""
+    jobs = compose.jobs(line)
+    requests = [compose.request(job) for job in jobs]
+    first = requests[0]
+    requests = suite.placed(requests, suite.folder(name, jobs, first.launch, first.run_dir))
+    machine, model = forecast.this_machine(), models.find(first)
+    if model.missing and first.dry_run == "false":
+        raise UsageError(model.missing)
+    plans = {id(request): plan.make(request, model, machine) for request in requests}
+    if first.dry_run != "false":
+        shown = [_probed(request, model, plans[id(request)]) for request in requests]
+        preview.show_suite(name, shown, first.part_seconds, form=first.dry_run)
+        return 0
+    where = requests[0].run_dir
+    assert where is not None
+    return suite.run(name, requests, where.parent, lambda r: run(r, model, plan.make(r, model, machine)), SystemClock())
+
+
 def run(request: Request, model: models.Model, first: plan.Plan) -> int:
     """Measure one job and build its report; returns the exit code."""
     from sweeps import run as runner
@@ -112,6 +134,8 @@ def run(request: Request, model: models.Model, first: plan.Plan) -> int:
     interrupted = plan.interrupted(first.job)
     job = interrupted or _probed(request, model, first).job
     if interrupted:
+        # A part is what is left now, not what it was when the run began.
+        job.settings["part_seconds"] = request.part_seconds
         done = "the finished run" if plan.finished(job) else "the interrupted run"
         print(f"going on with {done} {job.run_dir}", file=sys.stderr)
     code = runner.run(job)

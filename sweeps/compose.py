@@ -63,11 +63,13 @@ _OWNERS = {
     **dict.fromkeys(_ENDPOINT, "it takes subject=openai"),
 }
 _PHASES = ("prefill", "decode")
+DIRECTIONS = ("in", "claim", "out")
+"""Added to everything off; added on top of what was on when it was published; taken from everything on."""
+
 _CHOICES = {
     "arms": ("parallel", "serial"),
     "check": ("none", "baseline"),
     "allow": ("none", "battery"),
-    "suite": ("none", "published"),
     "dry_run": ("true", "false", "json"),
     "fetch": ("true", "false"),
     "wait": ("true", "false"),
@@ -104,6 +106,8 @@ class Request:
         engine_name, engine: preset and its nested values with every ``engine.*`` override, toggles not yet applied.
         engine_fields: dotted engine fields set by hand. toggles: toggles set by hand.
         model: the model group as composed; ``reference`` of kind ``custom`` is what followed ``model=``.
+        ablations: the questions of `ablation`, several where it joins them (``a+b``). directions: in which each toggle
+            is asked about; empty for the values of its file. suite: what the job is part of, or ``none``.
         frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
         budget_seconds, cap_seconds: limits of the whole run and of one prefill.
         part_seconds: limit of one invocation, or None.
@@ -121,6 +125,9 @@ class Request:
     model: dict[str, Any]
     sweep: str
     ablation: dict[str, Any]
+    ablations: tuple[dict[str, Any], ...]
+    directions: tuple[str, ...]
+    suite: str
     frontiers: tuple[int, ...]
     asked_frontiers: bool
     phases: tuple[str, ...]
@@ -205,13 +212,12 @@ def jobs(line: CommandLine, launch: Path | None = None) -> list[tuple[str, ...]]
         UsageError: a comma outside brackets without ``-m``.
     """
     launch = launch or Path.cwd()
+    suite: str | None = None
     choices: list[list[str]] = []
     for word in line.overrides:
         key, value = word.split("=", 1)
         if key == "suite":
-            _choice(key, value)
-            if value == "published":
-                choices.append([f"ablation={name}" for name in published()])
+            suite = _suite(unquote(value))
             continue
         parts = [value] if _is_path(value, launch) else _split(value)
         if len(parts) > 1 and not line.multirun:
@@ -219,16 +225,44 @@ def jobs(line: CommandLine, launch: Path | None = None) -> list[tuple[str, ...]]
         if any(not part for part in parts) and len(parts) > 1:
             raise UsageError(f"{word!r} has an empty entry between commas: remove the extra comma")
         choices.append([f"{key}={part}" for part in parts])
-    return [tuple(combination) for combination in itertools.product(*choices)]
+    made = [tuple(combination) for combination in itertools.product(*choices)]
+    return [words for job in made for words in _suite_jobs(suite, job)] if suite else made
 
 
-def published() -> list[str]:
-    """Ablations that test a published claim."""
-    found = []
-    for name in options("ablation"):
-        if OmegaConf.select(OmegaConf.load(config_dir() / "ablation" / f"{name}.yaml"), "published"):
-            found.append(name)
-    return found
+def suites() -> list[str]:
+    """Names that ``suite=`` takes beside ``none``, sorted."""
+    return sorted(p.stem for p in (config_dir() / "suites").glob("*.yaml"))
+
+
+def suite_of(line: CommandLine) -> str | None:
+    """The suite that a command asks for, or None."""
+    named = [word.split("=", 1)[1] for word in line.overrides if word.startswith("suite=")]
+    return _suite(unquote(named[-1])) if named else None
+
+
+def _suite(name: str) -> str | None:
+    if name != "none" and name not in suites():
+        known = ["none", *suites()]
+        raise UsageError(f"suite={name} is unknown{_near(name, known)}; it takes {', '.join(known)}")
+    return None if name == "none" else name
+
+
+def _suite_jobs(name: str, words: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The jobs of a suite, each with the user's own words in place of its own where they name the same key."""
+    suite: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "suites" / f"{name}.yaml"))
+    own = {word.split("=", 1)[0] for word in words}
+    if "ablation" in own:
+        raise UsageError(f"suite={name} and ablation= are two lists of questions: leave one out")
+    made = []
+    for job in suite["jobs"]:
+        values = {**suite["settings"], **job, "ablation": "+".join(job["ablation"])}
+        told = [f"{key}={_word(value)}" for key, value in values.items() if key not in own]
+        made.append((f"suite={name}", *told, *words))
+    return made
+
+
+def _word(value: Any) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def _split(value: str) -> list[str]:
@@ -298,7 +332,18 @@ def request(overrides: Sequence[str], launch: Path | None = None) -> Request:
     launch = (launch or Path.cwd()).resolve()
     quoted = checked(overrides)
     values = _compose(quoted)
+    names = next((unquote(w.split("=", 1)[1]) for w in overrides if w.startswith("ablation=")), "none").split("+")
+    if len(names) > 1:
+        values["ablation"] |= {"name": "+".join(names), "joined": [_ablation(name) for name in names]}
     return _request(values, overrides, launch)
+
+
+def _ablation(name: str) -> dict[str, Any]:
+    """One ablation's file over what `none.yaml` sets."""
+    folder = config_dir() / "ablation"
+    made: Any = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.load(folder / f"{n}.yaml") for n in ("none", name))))
+    made.pop("defaults", None)
+    return made
 
 
 def checked(overrides: Sequence[str]) -> list[str]:
@@ -321,6 +366,15 @@ def checked(overrides: Sequence[str]) -> list[str]:
 def _checked(key: str, value: str, known: Sequence[str]) -> list[str]:
     if key == "model":
         return _model(unquote(value))
+    if key == "suite":
+        return [f"suite={_suite(unquote(value)) or 'none'}"]
+    if key == "ablation":
+        names = unquote(value).split("+")
+        for name in names:
+            if name not in options(key):
+                known = ", ".join(options(key))
+                raise UsageError(f"{key}={name} is unknown{_near(name, options(key))}; known: {known}")
+        return [f"{key}={names[0]}"]
     if key in GROUPS:
         name = unquote(value)
         if name not in options(key):
@@ -424,14 +478,15 @@ def register() -> None:
 def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> Request:
     words = dict(word.split("=", 1) for word in overrides)
     sweep, ablation = values["sweep"], values["ablation"]
+    joined = ablation.get("joined") or [ablation]
     engine = EngineConfig.from_dict(values["engine"]).to_dict()
     fields = [key.removeprefix("engine.") for key in words if key.startswith("engine.")]
     # Long frontiers of a claim do not fit the two minutes of a smoke run, which only shows that the arms work.
-    own = ablation["frontiers"] if sweep["name"] != "smoke" else None
+    own = sorted({f for one in joined for f in one["frontiers"] or ()}) if sweep["name"] != "smoke" else None
     frontiers = _first(values["frontiers"], own or sweep["frontiers"])
     phases = values["phases"]
-    if ablation["varies"] and "phases" not in words:
-        phases = list(toggles.phases(ablation["varies"]))
+    if "phases" not in words:
+        phases = _asked_phases(joined) or phases
     run_dir = values["run_dir"]
     return Request(
         engine_name=unquote(words.get("engine", "full")),
@@ -442,8 +497,12 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         model=values["model"],
         sweep=sweep["name"],
         ablation=ablation,
+        ablations=tuple(joined),
+        directions=_directions(values["directions"]),
+        suite=values["suite"],
         frontiers=_frontiers(frontiers),
-        asked_frontiers=values["frontiers"] is not None,
+        # A suite goes as far as the machine can, and says where it ends.
+        asked_frontiers=values["frontiers"] is not None and values["suite"] == "none",
         phases=_phases(phases),
         budget_seconds=seconds("budget", _first(values["budget"], sweep["budget"])),
         cap_seconds=seconds("cap", _first(values["cap"], sweep["cap"])),
@@ -469,6 +528,23 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         overrides=tuple(overrides),
         config=values,
     )
+
+
+def _asked_phases(ablations: Sequence[dict[str, Any]]) -> list[str]:
+    """Phases that the questions are about: those a file names, else those that its toggle can change."""
+    made: list[str] = []
+    for one in ablations:
+        toggle = one["varies"] if one["varies"] in TOGGLES else None
+        made += one["phases"] or (toggles.phases(toggle) if toggle else _PHASES if one["name"] != "none" else ())
+    return list(dict.fromkeys(made))
+
+
+def _directions(value: Any) -> tuple[str, ...]:
+    entries = [str(v) for v in (value if isinstance(value, list) else [value])]
+    for entry in entries:
+        if entry not in DIRECTIONS:
+            raise UsageError(f"directions: {entry!r} is unknown{_near(entry, DIRECTIONS)}; it takes {DIRECTIONS}")
+    return tuple(d for d in DIRECTIONS if d in entries)
 
 
 def resolve(path: str, launch: Path) -> Path:

@@ -16,14 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ablations.arms import preset
 from engine.config import EngineConfig
 from sweeps import toggles
-from sweeps.compose import Request, UsageError, published
+from sweeps.compose import Request, UsageError
 from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
 from sweeps.guard import Scope
 from sweeps.models import REAL_COMMAND, Model
 from sweeps.points import APART, Arm, Contrast, Job, Point
+from sweeps.questions import Builder, refusal
 from sweeps.rows import RowError
 from sweeps.session import warm_seconds
 from sweeps.store import RETRY, Store, read_job
@@ -122,7 +122,8 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
         PlanError: contradicting toggles, a contrast about more than one thing, a frontier asked for by hand that the
             model or the machine cannot reach, or a budget that not even one block fits in.
     """
-    arms, contrasts = _arms(request)
+    asked = Builder(request.engine, request.engine_name, request.toggles, request.engine_fields, machine.kind)
+    arms, contrasts = _arms(request, asked)
     chunk = max((arm.config["prefill"]["chunk"] for arm in arms if arm.config), default=2048)
     forecast = Forecast(model.config, machine, model.weights_bytes, probe)
     plan = _Planner(request, model, arms, chunk, forecast)
@@ -143,7 +144,8 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
         seed=request.seed,
         budget_seconds=request.budget_seconds,
         cap_seconds=request.cap_seconds,
-        settings=_settings(request, model, plan, points, dropped) | {"probed": probe is not None},
+        settings=_settings(request, model, plan, points, dropped)
+        | {"probed": probe is not None, "ladders": asked.made.ladders, "interactions": asked.made.interactions},
         argv=["python", "-m", "sweeps", *request.overrides],
         config=request.config,
         config_hash=config_hash,
@@ -167,7 +169,7 @@ def _expanded(arm: Arm, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # -- arms and contrasts ------------------------------------------------------------------------------
 
 
-def _arms(request: Request) -> tuple[list[Arm], list[Contrast]]:
+def _arms(request: Request, asked: Builder) -> tuple[list[Arm], list[Contrast]]:
     """Arms in order: reference, others, baseline, A/A. Every engine arm is a checked EngineConfig."""
     if request.base is not None:
         return _base_head(request, request.base)
@@ -175,17 +177,25 @@ def _arms(request: Request) -> tuple[list[Arm], list[Contrast]]:
         raise PlanError(f"head={request.head} goes with base=CHECKOUT, what it is held against")
     if request.sweep == "calibrate":
         return _calibration(request)
-    engine_arms = _family(request) or [_engine_arm(request)]
-    reference = engine_arms[0]
-    contrasts = [Contrast(f"{arm.name} vs {reference.name}", arm.name, reference.name) for arm in engine_arms[1:]]
+    for ablation in request.ablations:
+        if ablation["varies"] in request.toggles:
+            name, varies = ablation["name"], ablation["varies"]
+            raise PlanError(f"toggle.{varies}= is what ablation={name} varies: leave one of them out")
+        asked.build(ablation, request.directions)
+    made = asked.made
+    engine_arms = [_arm(request, name, config, made.chosen[name]) for name, config in made.configs.items()]
+    engine_arms = engine_arms or [_engine_arm(request)]
+    contrasts = [Contrast(f"{a.arm} vs {a.reference}", a.arm, a.reference, a.about) for a in made.pairs]
     arms = list(engine_arms)
     baseline = _baseline(request)
     if baseline:
         arms.append(baseline)
     if baseline and baseline.subject == "mlx_lm":
         contrasts += [Contrast(f"{arm.name} vs {baseline.name}", arm.name, baseline.name) for arm in engine_arms]
-    arms.append(_again(reference))
-    contrasts.append(Contrast("A/A", arms[-1].name, reference.name))
+    # The noise of a run is that of an arm that runs.
+    repeated = next((arm for arm in engine_arms if asked.refusal(arm.config) is None), engine_arms[0])
+    arms.append(_again(repeated))
+    contrasts.append(Contrast("A/A", arms[-1].name, repeated.name))
     return _with_planted(request, arms, contrasts)
 
 
@@ -247,26 +257,6 @@ def _engine_arm(request: Request) -> Arm:
     return _arm(request, name, config, request.toggles)
 
 
-def _family(request: Request) -> list[Arm]:
-    """The engine arms of an ablation, reference first; empty without one."""
-    ablation, fields = request.ablation, request.engine_fields
-    together = {str(key): str(value) for key, value in ablation["together"].items()}
-    given = {**together, **request.toggles}
-    if ablation["presets"]:
-        bases = {name: preset(name).to_dict() for name in ablation["presets"]}
-        return [_arm(request, name, toggles.apply(base, given, fields), given) for name, base in bases.items()]
-    varies = ablation["varies"]
-    if not varies:
-        return []
-    if varies in request.toggles:
-        raise PlanError(f"toggle.{varies}= is what ablation={ablation['name']} varies: leave one of them out")
-    values = [toggles.check(varies, str(value)) for value in ablation["values"]]
-    configs = toggles.family(varies, values, request.engine, given, fields)
-    return [
-        _arm(request, f"{varies}={value}", config, {**given, varies: value}) for value, config in zip(values, configs)
-    ]
-
-
 def _arm(request: Request, name: str, config: EngineConfig, chosen: dict[str, Any]) -> Arm:
     if request.logprobs:
         config.decode.logprobs = True
@@ -318,7 +308,7 @@ class _Planner:
     def points(self) -> list[Point]:
         """All points in the order of frontiers, with every replicate the sweep allows."""
         made = []
-        impossible = {arm.name: toggles.impossible(arm.config) if arm.config else None for arm in self.arms}
+        impossible = {arm.name: self._impossible(arm) for arm in self.arms}
         for frontier in self.request.frontiers:
             unreachable = self._unreachable(frontier)
             reasons = {name: unreachable or reason for name, reason in impossible.items()}
@@ -331,6 +321,12 @@ class _Planner:
             )
         self._full = {point.key: point.blocks for point in made}
         return made
+
+    def _impossible(self, arm: Arm) -> str | None:
+        """Why an arm can run nowhere, or not on this kind of device; the code of another checkout is not known here."""
+        if not arm.config or "checkout" in arm.options:
+            return None
+        return refusal(arm.config, self.machine.kind)
 
     def _point(self, phase: Any, frontier: int, skip: dict[str, str]) -> Point:
         tokens = CPU_DECODE_TOKENS if self.short else DECODE_TOKENS
@@ -588,7 +584,7 @@ def _settings(
         "forecast_seconds": round(plan.total(points), 1),
         "cache_from": plan.donor,
         "walk_check": 16_384 if 16_384 in walk else (walk[0] if walk else None),
-        "published_claim": request.ablation["name"] in published(),
+        "suite": request.suite,
         "real_command": REAL_COMMAND if model.toy else None,
     }
 
@@ -610,6 +606,7 @@ def _run_folder(request: Request, model: Model, config_hash: str) -> tuple[Path,
         if _same(path, config_hash) and not finished(dataclasses.replace(_read(path), run_dir=str(path.parent))):
             return path.parent, path.parent.name
     question = request.ablation["name"] if request.ablation["name"] != "none" else request.engine_name
+    question = question if len(question) <= 60 else f"{len(request.ablations)}-questions"
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     name = f"{stamp}-{model.name}-{request.sweep}-{question}-{config_hash[:6]}"
     number, run_id = 1, name

@@ -32,11 +32,15 @@ class Arm:
 
 @dataclass
 class Contrast:
-    """A question: is `arm` faster than `reference`? Names of arms in the same job."""
+    """A question: is `arm` faster than `reference`? Names of arms in the same job.
+
+    about: what it tests, lists by word: ``toggles``, ``directions``, ``claims`` (of the catalogue), ``ladder`` (step).
+    """
 
     name: str
     arm: str
     reference: str
+    about: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -72,6 +74,28 @@ def show(plan: Plan, console: Console | None = None, form: str = "true") -> None
     if plan.machine.kind == "cuda" or plan.parts > 1:
         console.print(_device_time(plan))
     console.print(f"Output: {job.run_dir}", markup=False)
+
+
+def show_suite(
+    name: str, plans: Sequence[Plan], part: float | None, console: Console | None = None, form: str = "true"
+) -> None:
+    """Print every plan of a suite and what they take together; `form` ``"json"`` prints one JSON object."""
+    console = console or Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    total = sum(plan.seconds for plan in plans)
+    if form == "json":
+        made = {"suite": name, "seconds": round(total, 1), "jobs": [as_dict(plan) for plan in plans]}
+        print(json.dumps(made, indent=1), file=console.file)
+        return
+    for number, plan in enumerate(plans, 1):
+        console.print(f"\nJob {number} of {len(plans)}", markup=False)
+        show(plan, console)
+    starts = sum(plan.start_seconds * plan.job.sessions for plan in plans)
+    said = (
+        f"Suite {name}: {len(plans)} jobs, {spell_time(total)} in all, {spell_time(starts)} of it for loading weights"
+    )
+    if part:
+        said += f"; in parts of {spell_time(part)}: give the same command {math.ceil(total / part)} times or more"
+    console.print(said, markup=False)
 
 
 def _device_time(plan: Plan) -> str:

@@ -49,18 +49,34 @@ def family(
     Raises:
         ArmError: contradictions, values that come to the same, or arms that differ in more than the toggle.
     """
-    own = arms.toggle(name).fields
+    return combinations([{name: value} for value in values], base, chosen, fields)
+
+
+def combinations(
+    settings: Sequence[Mapping[str, str]], base: Nested, chosen: Mapping[str, Any], fields: Mapping[str, Any]
+) -> list[EngineConfig]:
+    """One configuration for each of `settings` (toggle to value), differing in nothing but those toggles' fields.
+
+    What any of them needs of the rest (host routing cannot run inside a compiled step) is given to all alike.
+
+    Raises:
+        ArmError: contradictions, settings that come to the same, or arms that differ in more than the toggles.
+    """
+    own = [field for name in dict.fromkeys(name for one in settings for name in one) for field in _fields_of(name)]
     start = apply(base, chosen, fields)
     shared: dict[str, Any] = {}
-    for value in values:
-        made = apply(base, {**chosen, name: value}, fields)
-        changed = arms.differing_fields(made, start)
+    for one in settings:
+        changed = arms.differing_fields(apply(base, {**chosen, **one}, fields), start)
         shared |= {field: pair[0] for field, pair in changed.items() if field not in own}
     level = arms.nest({**arms.flatten(base), **shared})
-    made = [apply(level, {**chosen, name: value}, fields) for value in values]
+    made = [apply(level, {**chosen, **one}, fields) for one in settings]
     for arm in made[1:]:
         arms.check_contrast(arm, made[0], own)
     return made
+
+
+def _fields_of(name: str) -> tuple[str, ...]:
+    return arms.toggle(name).fields
 
 
 def fields_of(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

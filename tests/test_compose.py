@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ablations import arms
+from ablations.catalogue import CLAIMS, claim
 from engine.config import ConfigError, EngineConfig
 from sweeps import compose
 from sweeps.compose import UsageError
+from sweeps.questions import side
 
 
 def test_defaults_are_the_toy_model_full_engine_and_mlx_lm():
@@ -37,7 +39,7 @@ def test_every_preset_has_a_file():
 def test_ablation_files_compose_and_name_themselves(name):
     request = compose.request([f"ablation={name}", "sweep=ten"])
     assert request.ablation["name"] == name
-    if request.ablation["varies"]:
+    if request.ablation["varies"] in arms.TOGGLES:
         assert request.phases == arms.toggle(request.ablation["varies"]).phases
 
 
@@ -91,10 +93,38 @@ def test_multirun_is_the_product_of_its_lists():
     assert jobs[0] == ("ablation=step_trace", "engine=plain", "frontiers=[256,512]")
 
 
-def test_suite_runs_every_published_claim():
-    jobs = compose.jobs(compose.parse(["suite=published"]))
-    assert {job[0] for job in jobs} == {f"ablation={name}" for name in compose.published()}
-    assert len(jobs) >= 8
+def test_suite_published_asks_every_claim_at_its_phase_and_contexts_and_every_toggle():
+    jobs = [compose.request(job) for job in compose.jobs(compose.parse(["suite=published"]))]
+    asked = {name: job for job in jobs for one in job.ablations for name in one["claims"]}
+    for one in CLAIMS:
+        if one.toggle or one.fields:
+            job = asked[one.name]
+            assert one.phase in job.phases and set(one.contexts) <= set(job.frontiers), one.name
+            assert job.directions == ("in", "claim", "out")
+    assert set(arms.TOGGLES) <= {one["varies"] for job in jobs for one in job.ablations}
+    assert {"mlx_lm"} == {job.subject["name"] for job in jobs} - {"none"}
+    assert sum(bool(one["ladder"]) for job in jobs for one in job.ablations) == 2
+    assert sum(bool(one["interaction"]) for job in jobs for one in job.ablations) == 3
+
+
+def test_claims_of_an_ablation_are_about_what_it_varies():
+    for name in compose.options("ablation"):
+        ablation = compose.request([f"ablation={name}"]).ablation
+        for found in map(claim, ablation["claims"]):
+            assert side(found)[0] == ablation["varies"], (name, found.name)
+
+
+def test_words_of_the_user_go_before_those_of_a_suite():
+    jobs = compose.jobs(compose.parse(["suite=quick", "budget=9s", "subject=mlx_lm"]))
+    assert {compose.request(job).budget_seconds for job in jobs} == {9}
+    assert {compose.request(job).subject["name"] for job in jobs} == {"mlx_lm"}
+
+
+def test_questions_can_be_joined():
+    request = compose.request(["ablation=gqa_packing+fixed_block_layout", "sweep=ten", "directions=[out,in]"])
+    assert [one["varies"] for one in request.ablations] == ["gqa_packing", "fixed_block_layout"]
+    assert (request.phases, request.directions) == (("decode",), ("in", "out"))
+    assert request.frontiers == (8192, 32_768, 65_536, 131_072)
 
 
 @pytest.mark.parametrize("multirun", [[], ["-m"]])
@@ -148,6 +178,10 @@ def test_composing_leaves_another_hydra_job_alone():
         (["seed=${oc.env:HOME}"], "references"),
         (["engine=full", "engine=plain"], "twice"),
         (["allow=batery"], "'battery'"),
+        (["suite=publishd"], "'published'"),
+        (["suite=quick", "ablation=gdn_scan"], "two lists"),
+        (["ablation=gdn_scan+step_trac"], "'step_trace'"),
+        (["directions=[into]"], "directions: 'into'"),
         (["sweep"], "key=value"),
         (["--multi"], "-m"),
         (["swep"], "unknown command"),

@@ -98,7 +98,7 @@ def test_an_ablation_varies_one_toggle_and_gives_both_arms_what_either_needs():
 @pytest.mark.parametrize("engine", ["plain", "full"])
 def test_every_ablation_plans_in_both_directions(name, engine):
     job = made(f"ablation={name}", f"engine={engine}", "sweep=ten").job
-    assert len({arm.hash for arm in job.arms if arm.subject == "engine"}) >= 2
+    assert len({arm.hash for arm in job.arms}) >= 2
 
 
 def test_presets_against_each_other():
