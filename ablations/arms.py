@@ -112,9 +112,14 @@ _HOST_READS = (
 _OWN_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx", "matmul"), "metal"),)
 _SPLITTING_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx"), "matmul"),)
 _OWN_EXPERTS = (Need("experts.variant", ("reference", "mlx", "expanded", "grouped"), "best"),)
-_PACKED_PRODUCTS = (
-    Need("linear", ("expanded", "reference"), "best"),
-    Need("experts.variant", _UNPACKED, "best"),
+# A folded step takes the place of these ops' own variants, so none may be named but those that it holds.
+_FOLDED_PRODUCTS = (Need("linear", ("expanded", "reference", "mlx"), "best"),)
+_FOLDED_STEP = (
+    *_FOLDED_PRODUCTS,
+    Need("experts.variant", (*_UNPACKED, "mlx"), "best"),
+    Need("route", ("host", "mlx", "reference"), "best"),
+    Need("gated_delta", ("recurrence", "reference", "mlx", "chunked"), "best"),
+    Need("head", ("mlx", "reference"), "best"),
 )
 _PAGE_READERS = (
     Need("decode_attention.variant", ("reference", "mlx", "matmul"), "best"),
@@ -287,7 +292,7 @@ _ALL = (
         "off",
         "full",
         {name: {"decode.fusion": name} for name in ("off", "partial", "full")},
-        {"partial": _PACKED_PRODUCTS, "full": _PACKED_PRODUCTS},
+        {"partial": _FOLDED_PRODUCTS, "full": _FOLDED_STEP},
         "decode",
     ),
     _toggle(

@@ -156,7 +156,7 @@ class Builder:
                 left_out[step] = reason
                 continue
             chosen = {**chosen, step: "on"}
-            arm = self.made.add(f"plain+{'+'.join(s for s in chosen if s in steps)}", config, chosen)
+            arm = self.made.add(f"up to {step}", config, chosen)
             if arm != rungs[-1]:
                 self.made.ask(arm, rungs[-1], ladder=[step])
                 rungs.append(arm)
