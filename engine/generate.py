@@ -23,8 +23,10 @@ from engine.device import activation_dtype, device_kind
 from engine.folded import FoldedModel
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
+from engine.ops.choice import Tuned
 from engine.sampling import GREEDY, Sampling, sample
 from engine.speculative import Costs, Counts, Speculator
+from engine.tuned import load as load_tuned
 from engine.weights import Weights
 
 Progress = Callable[[int, int], None]
@@ -47,6 +49,7 @@ class Engine:
         dtype: activation type; default by device (`activation_dtype`).
         draft: the second engine of ``speculative.drafter="model"``. costs: of rows and drafts, measured on this chip.
         frequent: ids by falling frequency, for ``speculative.draft_vocab``.
+        tuned: what ``best`` is; None reads the tuned files of this chip (`engine.tuned`).
 
     Raises:
         VariantUnsupported: a named variant or a combination of settings that cannot run here.
@@ -62,11 +65,13 @@ class Engine:
         draft: Engine | None = None,
         costs: Costs | None = None,
         frequent: Sequence[int] | None = None,
+        tuned: Tuned | None = None,
     ):
         self.config, self.engine = config, engine or EngineConfig()
         self.dtype = dtype or activation_dtype()
         self.device = device_kind()
-        self.ops = bind(self.engine, self.device)
+        self.tuned = load_tuned(config, weights, self.dtype) if tuned is None else tuned
+        self.ops = bind(self.engine, self.device, self.tuned)
         kind = FoldedModel if self.ops.fusion != "off" else Model
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
         self.cache = Cache(config, self.dtype, self.engine.cache.step)
@@ -83,7 +88,9 @@ class Engine:
         wanted, host = self.engine.decode.trace, [b.op.name for b in self.ops.all() if b.reads_host]
         if wanted == "best":
             # MLX compiles for a CPU with g++ at run time; without one a traced step cannot run there.
-            return "eager" if host or (self.device == "cpu" and shutil.which("g++") is None) else "step"
+            if host or (self.device == "cpu" and shutil.which("g++") is None):
+                return "eager"
+            return self.tuned.trace or "step"
         if host and wanted == "step":
             raise VariantUnsupported(
                 "decode.trace", wanted, f"{', '.join(host)} reads back to the host inside the step; use eager"
@@ -93,6 +100,12 @@ class Engine:
                 "decode.trace", wanted, f"{', '.join(host)} reads back to the host inside a layer; use eager"
             )
         return wanted
+
+    @property
+    def _trace_chosen(self) -> str:
+        if self.engine.decode.trace != "best":
+            return ""
+        return "tuned" if self.tuned.trace == self.trace else "untuned"
 
     # -- sequence --------------------------------------------------------------------------
 
@@ -269,7 +282,7 @@ class Engine:
 
     def _advance(self, scores: bool) -> mx.array:
         self.cache.reserve(self.position + 1)
-        self.ops.recorder.record("decode_step", self.trace)
+        self.ops.recorder.record("decode_step", self.trace, chosen=self._trace_chosen)
         if self.trace == "step":
             out = self._traced_step(scores)
         else:
@@ -565,9 +578,18 @@ class Engine:
             self.speculator.counts = Counts()
 
     def speculation(self) -> dict[str, Any] | None:
-        """What drafting did since the last reset (`Counts`), or None without a drafter."""
-        return None if self.speculator is None else self.speculator.counts.to_dict()
+        """What drafting did since the last reset (`Counts`), or None without a drafter.
+
+        ``costs`` says where its costs come from: ``"given"``, ``"tuned"``, or ``"untuned"`` for a guess.
+        """
+        if self.speculator is None:
+            return None
+        return self.speculator.counts.to_dict() | {"costs": self.speculator.costs_from}
 
     def chosen(self) -> dict[str, str]:
         """Variant by op, and how a step is traced."""
         return {**self.ops.chosen(), "decode.trace": self.trace}
+
+    def tuning(self) -> dict[str, str]:
+        """``"tuned"``, ``"untuned"`` or ``"named"`` by op (by phase where that differs), fusion and trace."""
+        return {**self.ops.tuning(), "decode.trace": self._trace_chosen or "named"}

@@ -640,7 +640,7 @@ class Verifier:
 
     def _traced(self, rows: int) -> bool:
         """Compiled like the plain step, unless an op reads back to the host for so many rows."""
-        late = (b for b in self.engine.ops.all() if rows > b.decode_rows and b.prefill.reads_host)
+        late = (b for b in self.engine.ops.all() if rows > b.decode_rows and b.pick(rows)[0].reads_host)
         return self.engine.trace == "step" and next(late, None) is None
 
     def _pass(self, tokens: mx.array, view: Any, scores: bool) -> tuple[mx.array, mx.array, mx.array, list[Any]]:
@@ -762,7 +762,8 @@ class Speculator:
     """Drafting and verifying for one engine; made by the engine where its configuration names a drafter.
 
     Args:
-        draft: the second engine of drafter ``model``. costs: measured on this chip; None takes the guess.
+        draft: the second engine of drafter ``model``. costs: None takes what was tuned for this chip, else a
+            guess (`costs_from` says which).
         frequent: ids by falling frequency, of which ``draft_vocab`` takes the first; None takes the tokenizer's own
             order, in which byte-pair merges, learned most frequent first, stand.
 
@@ -780,9 +781,14 @@ class Speculator:
         self.engine = engine
         self.config: SpeculativeConfig = engine.engine.speculative
         name = self.config.drafter
+        self.costs_from = "given"
         if costs is None:
-            guess = GUESSED[engine.device]
+            guess, measured = GUESSED[engine.device], engine.tuned.costs
+            self.costs_from = "tuned" if measured else "untuned"
             costs = dataclasses.replace(guess, draft=guess.draft * DRAFT_COST[name])
+            if measured:
+                costs = dataclasses.replace(costs, **{key: measured[key] for key in ("replay", "states")})
+                costs = dataclasses.replace(costs, rows=tuple(measured["rows"]))
         self.drafter = self._drafter(name, draft, frequent)
         rollback = self._rollback(costs)
         self.costs = costs.taking_back_by(rollback)

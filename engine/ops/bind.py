@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.config import DecodeAttentionConfig, EngineConfig
 from engine.kernels.attention import HEADS, LANES, SPLITS
-from engine.ops.registry import DECODE_ROWS, OPS, Op, Recorder, Variant, VariantUnsupported
+from engine.ops.choice import Choice, Tuned, nearest
+from engine.ops.registry import DECODE_ROWS, OPS, Op, Phase, Recorder, Variant, VariantUnsupported
 
 
 @dataclass(frozen=True)
 class BoundOp:
-    """An op as one engine runs it: a variant for few rows and one for many (the same, if named)."""
+    """An op as one engine runs it: a variant for few rows and one for many (the same, if named).
+
+    Attributes:
+        free: ``best`` was asked for, so `tuned` decides where it speaks. tuned: what was measured on this chip; of a
+            named variant it gives the settings alone.
+    """
 
     op: Op
     decode: Variant
@@ -21,18 +28,37 @@ class BoundOp:
     recorder: Recorder
     settings: dict[str, Any]
     decode_rows: int = DECODE_ROWS
+    free: bool = False
+    tuned: tuple[Choice, ...] = ()
 
     def __call__(self, *arguments: Any, rows: int) -> Any:
         """Run the variant for `rows` new rows and count the call."""
-        variant = self.decode if rows <= self.decode_rows else self.prefill
-        settings = {name: self.settings[name] for name in variant.settings}
-        self.recorder.record(self.op.name, variant.name, _tile(settings))
+        variant, settings, chosen = self.pick(rows, arguments)
+        self.recorder.record(self.op.name, variant.name, _tile(settings), chosen)
         return variant.run(*arguments, **settings)
+
+    def pick(self, rows: int, arguments: tuple[Any, ...] = ()) -> tuple[Variant, dict[str, Any], str]:
+        """Variant and settings of a call with `rows` new rows, and ``"tuned"``, ``"untuned"`` or, of a named one, "".
+
+        Without arguments it is at no certain context, and no settings but tuned ones are given.
+        """
+        phase: Phase = "decode" if rows <= self.decode_rows else "prefill"
+        variant = self.decode if phase == "decode" else self.prefill
+        context = self.op.context(*arguments) if self.op.context is not None and arguments else None
+        near = nearest(self.tuned, phase, rows, context)
+        if near is not None and self.free:
+            return self.op.variants[near.variant], dict(near.settings), "tuned"
+        settings: dict[str, Any] = {}
+        if arguments:
+            settings = {name: self.settings[name] for name in variant.settings}
+        if near is not None and (known := near.settings_of(variant.name)) is not None:
+            settings = dict(known)
+        return variant, settings, "untuned" if self.free else ""
 
     @property
     def reads_host(self) -> bool:
         """Whether a decode step through this op reads back to the host."""
-        return self.decode.reads_host
+        return self.pick(1)[0].reads_host
 
 
 @dataclass(frozen=True)
@@ -49,6 +75,7 @@ class BoundOps:
     head: BoundOp
     recorder: Recorder
     fusion: str = "off"
+    fusion_chosen: str = ""
 
     def all(self) -> tuple[BoundOp, ...]:
         """The bound ops in forward order."""
@@ -65,25 +92,52 @@ class BoundOps:
 
     def chosen(self) -> dict[str, str]:
         """``{op: variant}``, or ``decode | prefill`` variants where they differ."""
-        return {
-            b.op.name: b.decode.name if b.decode is b.prefill else f"{b.decode.name} | {b.prefill.name}"
-            for b in self.all()
-        }
+        return {b.op.name: _both(b.pick(1)[0].name, b.pick(_MANY)[0].name) for b in self.all()}
+
+    def tuning(self) -> dict[str, str]:
+        """``{op: "tuned", "untuned" or "named"}``, or two of them by phase, and the same of ``decode.fusion``."""
+        made = {"decode.fusion": self.fusion_chosen or "named"}
+        for b in self.all():
+            phases = {choice.phase for choice in b.tuned}
+            told = ("tuned" if phase in phases else "untuned" for phase in ("decode", "prefill"))
+            made[b.op.name] = _both(*told) if b.free else "named"
+        return made
 
 
-def bind(config: EngineConfig, device: str) -> BoundOps:
+_MANY = 2048
+"""Rows that stand for a prefill where one variant is to be named."""
+
+
+def _both(decode: str, prefill: str) -> str:
+    return decode if decode == prefill else f"{decode} | {prefill}"
+
+
+def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> BoundOps:
     """Choose a variant for every op.
+
+    Args:
+        tuned: what ``best`` is on this chip; None: the declared order.
 
     Raises:
         VariantUnsupported: a named variant, tile or attention setting that cannot run on `device`.
     """
     recorder = Recorder()
-    fusion = _fusion(config, device)
+    fusion = _fusion(config, device, tuned.fusion if tuned else None)
+    measured = {} if tuned is None else _applicable(config, device, tuned)
 
     def one(name: str, wanted: str, **settings: Any) -> BoundOp:
         op = OPS[name]
         decode, prefill = op.choose(wanted, device, "decode"), op.choose(wanted, device, "prefill")
-        return BoundOp(op, decode, prefill, recorder, settings, op.decode_rows.get(device, DECODE_ROWS))
+        return BoundOp(
+            op,
+            decode,
+            prefill,
+            recorder,
+            settings,
+            op.decode_rows.get(device, DECODE_ROWS),
+            wanted == "best",
+            measured.get(name, ()),
+        )
 
     if config.experts.tile != "best":
         raise VariantUnsupported("experts", f"tile {config.experts.tile}", "no variant of this build has tiles")
@@ -100,6 +154,7 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
         head=one("head", config.head),
         recorder=recorder,
         fusion=fusion,
+        fusion_chosen="" if config.decode.fusion != "best" else "tuned" if tuned and tuned.fusion else "untuned",
     )
     if attention.min_context != DecodeAttentionConfig.min_context:
         reason = "no variant of this build changes its split with the context; blocks apply at every length"
@@ -110,6 +165,22 @@ def bind(config: EngineConfig, device: str) -> BoundOps:
     if config.overlap:
         raise VariantUnsupported("overlap", "on", "this build runs the phases of a layer in order")
     return bound
+
+
+def _applicable(config: EngineConfig, device: str, tuned: Tuned) -> dict[str, tuple[Choice, ...]]:
+    """Tuned choices by op, but for ops of which a setting was named, and for variants that do not run here."""
+    named = set()
+    attention = dataclasses.replace(config.decode_attention, variant="best")
+    if attention != DecodeAttentionConfig() or config.cache.layout != "contiguous":
+        named |= {"decode_attention", "prefill_attention"}
+    if config.experts.tile != "best":
+        named.add("experts")
+    made = {}
+    for name, choices in tuned.choices.items():
+        runs = OPS[name].variants
+        if name not in named:
+            made[name] = tuple(c for c in choices if runs[c.variant].supports(None, device) is None)
+    return made
 
 
 def _check_speculative(config: EngineConfig) -> None:
@@ -150,23 +221,33 @@ FOLDED = {
 """What each degree of fusion takes over from an op's own variant, with the values of the config that allow it."""
 
 
-def _fusion(config: EngineConfig, device: str) -> str:
-    """The degree of fusion to run.
+def _fusion(config: EngineConfig, device: str, tuned: str | None) -> str:
+    """The degree of fusion to run; ``best`` is what was tuned, where nothing that it takes over was named.
 
     Raises:
         VariantUnsupported: fusion was asked for where its kernels do not run, or beside an op's other variant.
     """
     wanted = config.decode.fusion
-    if wanted in ("best", "off"):
-        # No fused step has measured faster on any chip yet.
+    if wanted == "off":
         return "off"
+    if wanted == "best":
+        free = tuned in FOLDED and device != "cpu" and _named(config, FOLDED[tuned]) is None
+        return tuned if free and tuned else "off"
     if device == "cpu":
         raise VariantUnsupported("decode.fusion", wanted, "the fused kernels run on Metal and CUDA, not on a CPU")
-    for op, allowed in FOLDED[wanted].items():
+    if (found := _named(config, FOLDED[wanted])) is not None:
+        op, named = found
+        raise VariantUnsupported("decode.fusion", wanted, f"it takes the place of {op}={named}; leave {op} at best")
+    return wanted
+
+
+def _named(config: EngineConfig, folded: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
+    """The first op that is named as a variant which fusion would replace."""
+    for op, allowed in folded.items():
         named = config.experts.variant if op == "experts" else getattr(config, op)
         if named not in allowed:
-            raise VariantUnsupported("decode.fusion", wanted, f"it takes the place of {op}={named}; leave {op} at best")
-    return wanted
+            return op, named
+    return None
 
 
 ATTENTION_VALUES = {"heads": HEADS, "split": SPLITS, "lanes": LANES}
@@ -197,5 +278,8 @@ def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[s
 
 def _tile(settings: Mapping[str, Any]) -> str:
     """What the record of executed ops says of the settings: the split alone, or every one that was chosen."""
+    first = settings.get("split", settings.get("tile", ""))
+    silent = ("split", "tile", "blocks", "min_context")
     chosen = [f"{name} {settings[name]}" for name in ("heads", "lanes") if name in settings]
-    return " ".join([str(settings.get("split", "")), *chosen])
+    chosen += [f"{name} {value}" for name, value in settings.items() if name not in (*silent, "heads", "lanes")]
+    return " ".join(filter(None, [str(first), *chosen]))

@@ -1,7 +1,7 @@
 """What the ops of one decode step or prefill chunk look like for a model: the cases on which variants are timed.
 
 Each function is an `Op.timing`: it takes the architecture, the new rows of a pass and the positions that the last of
-them sees, and gives one case for every call that a period of layers makes, in order; none where a pass does not make it.
+them sees, and gives one case for every call that a period of layers makes, in order; none where it makes no such call.
 """
 
 from __future__ import annotations

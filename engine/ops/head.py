@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from engine.kernels import linear as kernels
-from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, norm_mlx, norm_reference, packed
 from engine.ops import geometry
+from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, norm_mlx, norm_reference, packed
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.weights import Matrix
 
