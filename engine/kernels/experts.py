@@ -7,7 +7,6 @@ expert's weights are read again for every row.
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -183,7 +182,7 @@ def _up(
                 NARROW=not routed and routes.dtype.size == 2,
                 RENORMALISE=renormalise,
                 NORM=gain is not None,
-                EPS_BITS=struct.unpack("<i", struct.pack("<f", eps if gain is not None else 0.0))[0],
+                EPS_BITS=loader.float_bits(eps if gain is not None else 0.0),
             ),
             grid=(-(-wide // per_threadgroup) * simdgroups * SIMD, k, rows),
             threadgroup=(simdgroups * SIMD, 1, 1),

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -83,14 +82,6 @@ Prologue = Norm | GatedNorm | Gate
 def supports(case: Case | None, device: str) -> str | None:
     """Needs a GPU."""
     return None if device in ("metal", "cuda") else "the kernel runs on Metal and CUDA, not on a CPU"
-
-
-@lru_cache(maxsize=64)
-def _constant(value: float) -> mx.array:
-    """``[1]``, kept evaluated: made afresh it is a launch in every layer."""
-    made = mx.array([value], dtype=mx.float32)
-    mx.eval(made)
-    return made
 
 
 def _in_device_memory(array: mx.array) -> mx.array:
@@ -206,7 +197,6 @@ def _products(
                 x,
                 x if gate is None else gate,
                 unused if gain is None else gain,
-                _constant(eps),
                 unused if residual is None else _in_four(residual),
                 *weights,
             ),
@@ -220,6 +210,7 @@ def _products(
                 GATE_DIM=x.shape[3] if gate is None else gate.shape[3],
                 MATRICES=len(matrices),
                 PROLOGUE=number,
+                EPS_BITS=loader.float_bits(eps),
                 RESIDUAL=residual is not None,
                 BEST=out is None,
                 **layout,

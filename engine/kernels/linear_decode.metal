@@ -13,14 +13,14 @@
 // Offsets fit in 32 bits: the largest matrix, 248320 × 2048 in 4 bits, has 2^24 16-byte words.
 
 // kernel: products
-// inputs: x gate gain eps residual weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
-// dense: gain eps weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
+// inputs: x gate gain residual weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
+// dense: gain weight0 scales0 biases0 weight1 scales1 biases1 weight2 scales2 biases2 weight3 scales3 biases3
 // outputs: out
-// template: typename T, typename X, typename O, int ROWS, int OUTPUTS, int SIMDGROUPS, int SPAN, int STEPS, int LOOP, int INPUTS, int DIM, int GATE_DIM, int MATRICES, int PROLOGUE, bool RESIDUAL, bool BEST
+// template: typename T, typename X, typename O, int ROWS, int OUTPUTS, int SIMDGROUPS, int SPAN, int STEPS, int LOOP, int INPUTS, int DIM, int GATE_DIM, int MATRICES, int PROLOGUE, int EPS_BITS, bool RESIDUAL, bool BEST
 //
 // x [1, ROWS, heads, dim] of X and gate (same shape, T) are read by strides, so that a part of a larger array is taken
 // as it lies, but the last axis must be dense and rows must start on 16 bytes; heads · dim is the number K of inputs,
-// a multiple of 64. gain [K] or [128] of T, eps float32 [1], residual [.., 1, ROWS, outputs] of T by strides;
+// a multiple of 64. gain [K] or [128] of T, residual [.., 1, ROWS, outputs] of T by strides;
 // weightM uint32 [outputs, K · bits / 32], scalesM and biasesM [outputs, K / 64] of T. What a launch does not use is
 // any array. out [ROWS · all outputs] of O: matrix after matrix, each [ROWS, outputs].
 // Grid: for each matrix its outputs over LOOP · SIMDGROUPS · OUTPUTS · 32 / SPAN threadgroups of SIMDGROUPS simdgroups.
@@ -31,6 +31,8 @@
 // INPUTS    K. DIM, GATE_DIM  of a head of x and of gate: known to the compiler, since a division costs a lane more than
 //           the words it waits for.
 // PROLOGUE  0 none; 1 RMS norm; 2 RMS norm per 128 inputs, times silu(gate); 3 times sigmoid(gate).
+// EPS_BITS  the norm's epsilon as float32: known to the compiler, since an array this small lies in the host's memory on
+//           CUDA, and every threadgroup would wait for it there.
 // RESIDUAL  residual is added.
 // BEST      instead of the products, the largest of each row and threadgroup: out uint32 [ROWS, threadgroups, 2] =
 //           (ordered bits, output). Of equal ones the lowest output; NaN counts as larger than every number.
@@ -48,7 +50,7 @@ constexpr int AHEAD = FLIGHT < STEPS ? FLIGHT : STEPS;
 constexpr uint UNITS = (CHUNK * 32u + 255u) / 256u;
 constexpr uint WIDE_UNITS = (CHUNK * 16u + 255u) / 256u;
 constexpr int PASSES = (ROWS * int(UNITS) + SIMDGROUPS - 1) / SIMDGROUPS;
-const float epsilon = PROLOGUE == 1 || PROLOGUE == 2 ? eps[0] : 0.0f;
+const float epsilon = as_type<float>(EPS_BITS);
 
 THREADGROUP_ARRAY(float, shared_x, ROWS * STEPS * SPAN * 32);
 THREADGROUP_ARRAY(float, shared_sums, ROWS * STEPS * SPAN);

@@ -31,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -95,6 +96,20 @@ class Kernel:
             if type(values[name]) is not kinds[kind]:
                 raise KernelError(f"{self.name}: template argument {name} is a {kind}, not {values[name]!r}")
         return [(name, values[name]) for name, _ in self.template]
+
+
+def float_bits(value: float) -> int:
+    """A float32 as the int32 of the same bits, for a template argument; the kernel says ``as_type<float>(NAME)``."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def in_device_memory(few: mx.array) -> mx.array:
+    """`few` as the beginning of an array of more than 8 bytes; still to be evaluated.
+
+    MLX's CUDA build keeps arrays of up to 8 bytes in the host's memory, where each threadgroup that reads one waits for
+    the bus: on an H200 that was four fifths of a small product's time.
+    """
+    return mx.concatenate([few] * (16 // few.dtype.size))[: few.shape[0]]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import log2
 
 import mlx.core as mx
@@ -15,14 +14,6 @@ TOPIC = "rotary_decode"
 ROTARY_DIMS = 2 * SIMD
 TILES = (1, 2, 4)
 """Simdgroups of a threadgroup, each with a head of a row."""
-
-
-@lru_cache(maxsize=8)
-def _numbers(eps: float, base: float) -> mx.array:
-    """``[2]``, kept evaluated: made afresh it is a launch in every layer."""
-    made = mx.array([eps, log2(base)], dtype=mx.float32)
-    mx.eval(made)
-    return made
 
 
 def rotate_metal(
@@ -65,8 +56,13 @@ def rotate_metal(
     queries, keys = loader.launch(
         Launch(
             kernel,
-            (q, k, q_gain, k_gain, position, _numbers(eps, base)),
-            kernel.arguments(T=q.dtype, SIMDGROUPS=simdgroups),
+            (q, k, q_gain, k_gain, position),
+            kernel.arguments(
+                T=q.dtype,
+                SIMDGROUPS=simdgroups,
+                EPS_BITS=loader.float_bits(eps),
+                BASE_BITS=loader.float_bits(log2(base)),
+            ),
             grid=(groups * simdgroups * SIMD, rows, 1),
             threadgroup=(simdgroups * SIMD, 1, 1),
             shapes=[(1, heads, rows, HEAD_DIM), (1, kv_heads, rows, HEAD_DIM)],

@@ -6,12 +6,12 @@
 // by their strides, so that they may be parts of one product's output. position int32 [1] is that of the first row.
 
 // kernel: rotate
-// inputs: q k q_gain k_gain position numbers
-// dense: q_gain k_gain position numbers
+// inputs: q k q_gain k_gain position
+// dense: q_gain k_gain position
 // outputs: q_out k_out
-// template: typename T, int SIMDGROUPS
+// template: typename T, int SIMDGROUPS, int EPS_BITS, int BASE_BITS
 //
-// q_gain, k_gain [256]; numbers float32 [2] = (epsilon, log2(base)).
+// q_gain, k_gain [256]. EPS_BITS, BASE_BITS: the norm's epsilon and log2(base) as float32.
 // q_out [heads, rows, 256] and k_out [kv heads, rows, 256] of T.
 // Grid: (heads + kv heads, rounded up to a multiple of SIMDGROUPS) × rows simdgroups, one a head and row.
 // SIMDGROUPS  simdgroups of a threadgroup.
@@ -34,12 +34,12 @@ if (head < q_heads + kv_heads) {
                  : float(k[row * k_strides[1] + (own * 256u + column) * k_strides[2]]);
     square = multiply_add(x[i], x[i], square);
   }
-  const float scale = rsqrt_of(simd_sum(square) * (1.0f / 256.0f) + numbers[0]);
+  const float scale = rsqrt_of(simd_sum(square) * (1.0f / 256.0f) + as_type<float>(EPS_BITS));
   UNROLL for (int i = 0; i < 8; ++i) {
     const uint column = uint(i) * 32u + lane;
     x[i] *= scale * (query ? float(q_gain[column]) : float(k_gain[column]));
   }
-  const float angle = float(uint(position[0]) + row) * exp2_of(float(lane) * (-1.0f / 32.0f) * numbers[1]);
+  const float angle = float(uint(position[0]) + row) * exp2_of(float(lane) * (-1.0f / 32.0f) * as_type<float>(BASE_BITS));
   const float cosine = cos_of(angle);
   const float sine = sin_of(angle);
   const float turned = x[0] * cosine - x[1] * sine;
