@@ -1,7 +1,7 @@
 """What the device can do at best, measured for a moment in each session, for a rate to be held against.
 
-A copy gives the memory bandwidth and a square product the arithmetic. They are what a program like this one can
-reach, a little under what the maker states.
+A copy and a read give the memory bandwidth, a square product the arithmetic, a chain of tiny operations the cost of a
+launch. They are what a program like this one can reach, a little under what the maker states.
 """
 
 from __future__ import annotations
@@ -23,30 +23,67 @@ _CHAIN = {"cpu": 1, "metal": 8, "cuda": 8}
 """Copies, or products, in one window: on a GPU a single one would be measured with its launch and the wait for it."""
 
 
+_LAUNCHES = 256
+"""Tiny operations, each waiting for the one before, in the window that prices a launch."""
+
+
 def measure(kind: str, clock: Clock) -> dict[str, float]:
-    """Best of a few repeats of a copy and of a product on MLX's default device; well under a second in all.
+    """Best of a few repeats of each on MLX's default device; about a second in all.
 
     Args:
         kind: ``"cpu"`` (float32 product), ``"metal"`` or ``"cuda"`` (bfloat16).
 
     Returns:
-        ``bandwidth_bytes_per_second`` (bytes read and written) and ``flops_per_second``; empty for another kind.
+        ``bandwidth_bytes_per_second`` (copied: read and written), ``read_bytes_per_second``, ``flops_per_second``
+        and ``launch_seconds`` (of one launch among dependent ones of a compiled step); empty for another kind.
     """
     if kind not in _SIZE:
         return {}
     import mlx.core as mx
 
     items, size, chain = _COPY_ITEMS[kind], _SIZE[kind], _CHAIN[kind]
+    copied = _best(clock, _copy(kind, items), mx.synchronize)
+    read = _best(clock, _read(kind, items), mx.synchronize)
     matrix = mx.random.normal((size, size), key=mx.random.key(0)).astype(mx.float32 if kind == "cpu" else mx.bfloat16)
     mx.eval(matrix)
-    copied = _best(clock, _copy(kind, items), mx.synchronize)
     multiplied = _best(clock, lambda: mx.eval([matrix @ matrix for _ in range(chain)]), mx.synchronize)
+    launched = _best(clock, _launch_chain(), mx.synchronize)
     made = {
         "bandwidth_bytes_per_second": (chain * 2 * 4 * items, copied),
+        "read_bytes_per_second": (chain * 4 * items, read),
         "flops_per_second": (chain * 2 * size**3, multiplied),
     }
     mx.clear_cache()
-    return {name: amount / (best / 1e9) for name, (amount, best) in made.items() if best}
+    rates = {name: amount / (best / 1e9) for name, (amount, best) in made.items() if best}
+    return rates | ({"launch_seconds": launched / 1e9 / _LAUNCHES} if launched else {})
+
+
+def _read(kind: str, items: int) -> Callable[[], Any]:
+    """Work that reads an array of float32 once and keeps next to nothing."""
+    if kind == "cpu":
+        import numpy as np
+
+        held = np.ones(items, np.float32)
+        return lambda: held.max()
+    import mlx.core as mx
+
+    source = mx.ones((items // 4096, 4096), mx.float32)
+    mx.eval(source)
+    return lambda: mx.eval([source.max(axis=-1) for _ in range(_CHAIN[kind])])
+
+
+def _launch_chain() -> Callable[[], Any]:
+    """Work that is nothing but launches: normalisations of 32 numbers, which MLX does not fuse with one another."""
+    import mlx.core as mx
+
+    def steps(x: mx.array) -> mx.array:
+        for _ in range(_LAUNCHES):
+            x = mx.softmax(x, axis=-1)
+        return x
+
+    compiled, start = mx.compile(steps), mx.ones((32,), mx.float32)
+    mx.eval(start)
+    return lambda: mx.eval(compiled(start))
 
 
 def _copy(kind: str, items: int) -> Callable[[], Any]:

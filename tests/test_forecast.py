@@ -50,7 +50,9 @@ def test_least_work_of_a_prefill_reads_the_weights_once_at_any_length():
 def test_ceilings_of_this_cpu_are_plausible():
     made = ceilings.measure("cpu", SystemClock())
     assert 1e8 < made["bandwidth_bytes_per_second"] < 1e12
+    assert 1e8 < made["read_bytes_per_second"] < 1e12
     assert 1e8 < made["flops_per_second"] < 1e14
+    assert 1e-8 < made["launch_seconds"] < 1e-2
     assert ceilings.measure("stub", SystemClock()) == {}
 
 
