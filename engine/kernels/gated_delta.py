@@ -64,7 +64,7 @@ def gated_delta_metal(
         KernelError: another head size, types that differ, or a tile that does not exist.
     """
     key_heads, key_dim, value_heads, value_dim = sizes
-    _check(qkv, z, conv, state, w, sizes)
+    check(qkv, z, conv, state, w, sizes)
     tile = (columns, simdgroups or (DIM // columns if normed else 4))
     if tile not in (NORMED_TILES if normed else TILES):
         raise KernelError(f"gated_delta=registers has no tile of {tile[0]} columns x {tile[1]} simdgroups")
@@ -91,19 +91,23 @@ def gated_delta_metal(
     return out, _last_rows(qkv, conv), new
 
 
-def _check(
+def check(
     qkv: mx.array, z: mx.array, conv: Sequence[mx.array], state: mx.array, w: GatedDelta, sizes: tuple[int, ...]
 ) -> None:
-    """Refuse what the kernel would misread."""
+    """Refuse what the kernels of this op would misread.
+
+    Raises:
+        KernelError: another head size or convolution, or types that differ.
+    """
     if sizes[1] != DIM or sizes[3] != DIM or w.conv.shape[1] != 4:
         raise KernelError(
-            f"gated_delta=registers takes heads of {DIM} and a convolution of 4, not {sizes[1]}, {sizes[3]} "
+            f"the kernels of gated_delta take heads of {DIM} and a convolution of 4, not {sizes[1]}, {sizes[3]} "
             f"and {w.conv.shape[1]}"
         )
     kinds = [array.dtype for array in (qkv, z, *conv, w.conv)]
     if len(set(kinds)) > 1 or state.dtype != mx.float32:
         raise KernelError(
-            f"gated_delta=registers takes one type for rows and convolution and a float32 state, "
+            f"the kernels of gated_delta take one type for rows and convolution and a float32 state, "
             f"not {', '.join(map(str, [*kinds, state.dtype]))}"
         )
 

@@ -58,6 +58,8 @@ HELPER uint masked_or(uint bits, uint mask, uint base) {
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(merged) : "r"(bits), "r"(mask), "r"(base));
   return merged;
 }
+HELPER uint bits_set(uint bits) { return uint(__popc(bits)); }
+HELPER uint simd_flags(bool flag, uint) { return __ballot_sync(EVERY_LANE, flag); }
 HELPER float exp_of(float x) { return expf(x); }
 HELPER float rsqrt_of(float x) { return rsqrtf(x); }
 HELPER float sin_of(float x) { return sinf(x); }
@@ -112,6 +114,15 @@ HELPER uint tile_pair(float low, float high, bfloat16_t) {
 }
 HELPER uint tile_pair(float low, float high, float16_t) { return as_type<uint>(__floats2half2_rn(low, high)); }
 
+HELPER uint scaled_pair(uint pair, uint base, uint scale, uint bias, bfloat16_t) {
+  const __nv_bfloat162 codes = __hsub2(as_type<__nv_bfloat162>(pair), as_type<__nv_bfloat162>(base));
+  return as_type<uint>(__hfma2(codes, as_type<__nv_bfloat162>(scale), as_type<__nv_bfloat162>(bias)));
+}
+HELPER uint scaled_pair(uint pair, uint base, uint scale, uint bias, float16_t) {
+  const __half2 codes = __hsub2(as_type<__half2>(pair), as_type<__half2>(base));
+  return as_type<uint>(__hfma2(codes, as_type<__half2>(scale), as_type<__half2>(bias)));
+}
+
 // Sums lie transposed to a right tile; one instruction turns 8 × 8 numbers of 16 bits over.
 template <typename T>
 HELPER void right_from_sums(right_tile<T>& tile, const sum_tile& sum) {
@@ -165,6 +176,12 @@ HELPER void right_load_shared(right_tile<T>& tile, const T* from, uint ld, uint 
         : "=r"(tile.pair[0]), "=r"(tile.pair[1]) : "r"(at) : "memory");
   }
 }
+template <typename T>
+HELPER void right_load_blocks(right_tile<T>& one, right_tile<T>& two, const T* from, uint apart, uint lane) {
+  const uint at = uint(__cvta_generic_to_shared(from + ((lane >> 3) & 1u) * apart + (lane >> 4) * 64u + (lane & 7u) * 8u));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+      : "=r"(one.pair[0]), "=r"(one.pair[1]), "=r"(two.pair[0]), "=r"(two.pair[1]) : "r"(at) : "memory");
+}
 HELPER void sum_store_shared(const sum_tile& tile, float* to, uint ld, uint lane) {
   UNROLL for (uint i = 0u; i < 4u; ++i) {
     to[(tile_row(lane) + (i >> 1) * 8u) * ld + tile_column(lane) + (i & 1u)] = tile.number[i];
@@ -201,6 +218,8 @@ HELPER float exp2_of(float x) { return metal::exp2(x); }
 HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c); }
 HELPER float masked_number(uint bits, uint mask) { return float(bits & mask); }
 HELPER uint masked_or(uint bits, uint mask, uint base) { return (bits & mask) | base; }
+HELPER uint bits_set(uint bits) { return metal::popcount(bits); }
+HELPER uint simd_flags(bool flag, uint lane) { return simd_or(flag ? 1u << lane : 0u); }
 // Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
 HELPER float exp_of(float x) { return metal::precise::exp(x); }
 HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
@@ -250,6 +269,10 @@ HELPER void tile_multiply(thread sum_tile& sum, thread left_tile<T>& left, threa
   }
 }
 template <typename T>
+HELPER uint tile_pair(float low, float high, T) {
+  return uint(as_type<ushort>(T(low))) | uint(as_type<ushort>(T(high))) << 16;
+}
+template <typename T>
 HELPER void right_from_sums(thread right_tile<T>& tile, thread sum_tile& sum) {
   UNROLL for (int i = 0; i < 4; ++i) tile.part[i / 2].thread_elements()[i % 2] = T(sum_get(sum, i));
 }
@@ -271,6 +294,25 @@ HELPER void right_from_sums(thread right_tile<T>& tile, thread sum_tile& sum) {
   }
 TILE_LOADS(device, left_load, right_load)
 TILE_LOADS(threadgroup, left_load_shared, right_load_shared)
+template <typename T>
+HELPER void right_load_blocks(
+    thread right_tile<T>& one, thread right_tile<T>& two, const threadgroup T* from, uint apart, uint) {
+  UNROLL for (uint i = 0u; i < 2u; ++i) {
+    simdgroup_load(one.part[i], from + i * apart, 8ul, ulong2(0), true);
+    simdgroup_load(two.part[i], from + i * apart + 64u, 8ul, ulong2(0), true);
+  }
+}
+template <typename T>
+HELPER float of_pair(uint pair, uint i, T) { return float(as_type<T>(ushort(pair >> (16u * i) & 0xffffu))); }
+template <typename T>
+HELPER uint scaled_pair(uint pair, uint base, uint scale, uint bias, T) {
+  float number[2];
+  UNROLL for (uint i = 0u; i < 2u; ++i) {
+    const float code = of_pair(pair, i, T()) - of_pair(base, i, T());
+    number[i] = multiply_add(code, of_pair(scale, i, T()), of_pair(bias, i, T()));
+  }
+  return tile_pair(number[0], number[1], T());
+}
 HELPER void sum_store_shared(thread sum_tile& tile, threadgroup float* to, uint ld, uint) {
   UNROLL for (uint i = 0u; i < 2u; ++i) simdgroup_store(tile.part[i], to + i * 8u * ld, ulong(ld));
 }
@@ -360,6 +402,20 @@ template <typename V>
 HELPER void load_eight(const device V* from, thread float* to) {
   load_word(from, to);
   if constexpr (sizeof(V) == 4) load_word(from + 4, to + 4);
+}
+
+template <typename V>
+HELPER void store_eight(const thread float* from, device V* to) {
+  uint4 word;
+  word.x = tile_pair(from[0], from[1], V());
+  word.y = tile_pair(from[2], from[3], V());
+  word.z = tile_pair(from[4], from[5], V());
+  word.w = tile_pair(from[6], from[7], V());
+  ((device uint4*)to)[0] = word;
+}
+HELPER void store_eight(const thread float* from, device float* to) {
+  store_word(from, to);
+  store_word(from + 4, to + 4);
 }
 
 // Bits that compare as unsigned integers the way the numbers do: both zeros equal, every NaN above infinity.
@@ -514,11 +570,14 @@ HELPER float sum_lanes(float value) {
 //   left_set(tile, i, j, pair)   the pair of rows 8i … and columns 8j …, the first in the lower half
 //   sum_get, sum_set (tile, i)   number i % 2 of the rows 8 (i / 2) …
 //   right_set, right_get (tile, i)  numbers 2i and 2i + 1, where number n is row `right_row`, column `right_column` (lane, n)
+// tile_pair(low, high, T()) makes such a pair of two floats.
 // Lanes with the same columns differ by `tile_row_mask` 0, 1 and 2.
 //
 // left_load, right_load <TRANSPOSED> (tile, from, ld, lane) read device memory, the forms with `_shared` threadgroup
 // memory: element (row, column) at from[row · ld + column], transposed at from[column · ld + row]. Rows in memory start
 // on 4 bytes in device memory and on 16 in threadgroup memory. sum_store_shared writes float32 likewise.
+// right_load_blocks reads two right tiles of neighbouring columns from threadgroup memory, each block of 8 × 8 transposed
+// and dense: rows 0 … 7 of both at `from`, rows 8 … 15 `apart` numbers on.
 // right_from_sums rounds sums to T as the right side of the next product.
 
 HELPER void sum_fill(thread sum_tile& tile, float number) {
@@ -536,4 +595,24 @@ HELPER float tile_rows_max(float value) {
 HELPER float tile_rows_sum(float value) {
   UNROLL for (int i = 0; i < 3; ++i) value += simd_shuffle_xor(value, tile_row_mask(i));
   return value;
+}
+
+// Two neighbours of a left tile's row out of eight weights that lie together: numbers i and i + 4, rounded to T once.
+// Weights are codes of BITS bits, times scale plus bias (each twice in its word), or with BITS 16 numbers of T.
+HELPER uint code_base(bfloat16_t) { return 0x43004300u; }
+HELPER uint code_base(float16_t) { return 0x64006400u; }
+template <int BITS, typename T>
+HELPER uint weight_pair(const thread uint* words, int i, uint scale, uint bias) {
+  if constexpr (BITS == 4) {
+    // Put into the low bits of 128 or 1024, whose last bit counts one, a code is added to it.
+    const uint base = code_base(T());
+    return scaled_pair(masked_or(words[0] >> (4 * i), 0x000f000fu, base), base, scale, bias, T());
+  } else if constexpr (BITS == 8) {
+    const float slope = float(as_type<T>(ushort(scale & 0xffffu))), start = float(as_type<T>(ushort(bias & 0xffffu)));
+    const float low = masked_number(words[0] >> (8 * i), 0xffu), high = masked_number(words[1] >> (8 * i), 0xffu);
+    return tile_pair(multiply_add(low, slope, start), multiply_add(high, slope, start), T());
+  } else {
+    const uint low = words[i / 2], high = words[2 + i / 2];
+    return i % 2 == 0 ? (low & 0xffffu) | high << 16 : low >> 16 | (high & 0xffff0000u);
+  }
 }
