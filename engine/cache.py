@@ -4,8 +4,12 @@ Arrays, one per layer of their kind, all in `Cache.state` (a plain dict, so that
     keys, values: ``[1, kv heads, capacity, head_dim]`` in the activation type; rows from `position` on are stale;
     recurrent: float32 ``[1, value heads, value dim, key dim]``; conv: the last ``kernel - 1`` rows, oldest first, each
     ``[1, 1, conv_dim]`` an array of its own, so that a step moves on by one without copying any;
-    position: int32 ``[1]``, the number of tokens in the cache; token: uint32 ``[1]``, the next token to feed;
+    position: int32 ``[4]``, four times the number of tokens in the cache, since MLX's CUDA build keeps an array of up
+        to 8 bytes in the host's memory, where every kernel would wait for it; token: uint32 ``[1]``, the next to feed;
     finite: bool ``[1]``, whether every logit chosen since the last reset was finite.
+
+`PagedCache` holds keys and values in pages instead (`engine.pages`): keys, values are pools and more_keys, more_values
+their extensions, all ``[1, kv heads, pages * 256, head_dim]``, and pages is the table, int32 ``[at least pages]``.
 
 Keys and values are append-only, so a snapshot is a length and references to the constant part: nothing is copied,
 and what lies past the restored length is overwritten before it can be read.
@@ -21,7 +25,10 @@ from typing import Any
 import mlx.core as mx
 
 from engine.config import ModelConfig
+from engine.pages import PAGE, Paged, rows_of
 
+Rows = mx.array | Paged
+"""A layer's keys or values as attention takes them."""
 Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
 """What a Gated DeltaNet layer's projections make of new rows: qkv, z, b, a, as `engine.ops.gated_delta` takes them."""
 Recurred = tuple[mx.array, list[mx.array], mx.array]
@@ -56,6 +63,11 @@ class Cache:
         step: positions by which the capacity grows.
     """
 
+    grown = ("keys", "values")
+    """Names in `state` of what a layer of full attention has of its own."""
+    shared = ("position",)
+    """Names in `state` of what all layers read."""
+
     def __init__(self, config: ModelConfig, dtype: mx.Dtype, step: int = 256):
         self.config, self.dtype, self.step = config, dtype, step
         self.attention_index = {layer: i for i, layer in enumerate(config.attention_layers)}
@@ -67,7 +79,7 @@ class Cache:
     def wipe(self) -> None:
         """Empty, and no room kept: after a fault stale rows may be NaN, which even a masked position lets through."""
         rows = (1, self.config.num_key_value_heads, 0, self.config.head_dim)
-        for name in ("keys", "values"):
+        for name in self.grown:
             self.state[name] = [mx.zeros(rows, self.dtype)] * len(self.config.attention_layers)
         self.reset()
 
@@ -96,7 +108,15 @@ class Cache:
     def arrays(self) -> list[mx.array]:
         """All arrays, for evaluation."""
         s = self.state
-        return [*s["keys"], *s["values"], *s["recurrent"], *sum(s["conv"], []), s["position"], s["token"], s["finite"]]
+        grown = sum((s[name] for name in self.grown), [])
+        return [
+            *grown,
+            *s["recurrent"],
+            *sum(s["conv"], []),
+            *(s[name] for name in self.shared),
+            s["token"],
+            s["finite"],
+        ]
 
     def reserve(self, positions: int) -> None:
         """Make room for `positions` in all, rounded up to a multiple of `step`; one layer is copied at a time."""
@@ -120,7 +140,31 @@ class Cache:
     def seek(self, position: int) -> None:
         """Set the length on host and device."""
         self.position = position
-        self.state["position"] = mx.array([position], dtype=mx.int32)
+        self.state["position"] = mx.array([position] * 4, dtype=mx.int32)
+
+    # -- keys and values -------------------------------------------------------------------
+
+    def place(self, rows: int, at: mx.array | None = None) -> Any:
+        """Where the next `rows` rows go, for `write`: from the host's position, or from int32 ``[1]`` on the device."""
+        if at is None:
+            return slice(self.position, self.position + rows)
+        return at if rows == 1 else at + mx.arange(rows, dtype=mx.int32)
+
+    def write(self, index: int, k: mx.array, v: mx.array, place: Any) -> None:
+        """Put rows ``[1, kv heads, rows, head_dim]`` into attention layer `index` of its kind."""
+        for name, rows in (("keys", k), ("values", v)):
+            if isinstance(place, slice):
+                self.state[name][index][..., place, :] = rows
+            else:
+                self.state[name][index] = _scattered(self.state[name][index], place, rows)
+
+    def shown(self, index: int, positions: int) -> tuple[Rows, Rows]:
+        """The first `positions` keys and values of attention layer `index` of its kind."""
+        return tuple(self.state[name][index][..., :positions, :] for name in ("keys", "values"))  # type: ignore[return-value]
+
+    def boundary(self, rows: int) -> int:
+        """What of the next `rows` rows a trace depends on beside shapes; nothing here."""
+        return 0
 
     # -- restore points --------------------------------------------------------------------
 
@@ -153,9 +197,10 @@ class Cache:
             ``[linear layers, value heads, value dim, key dim]``; conv ``[linear layers, kernel - 1, conv_dim]``.
         """
         s, n = self.state, self.position
+        pairs = [tuple(map(in_one_piece, self.shown(i, n))) for i in range(len(self.attention_index))]
         made = {
-            "keys": mx.stack([k[0, :, :n] for k in s["keys"]]),
-            "values": mx.stack([v[0, :, :n] for v in s["values"]]),
+            "keys": mx.concatenate([k for k, _ in pairs]),
+            "values": mx.concatenate([v for _, v in pairs]),
             "state": mx.concatenate(s["recurrent"]),
             "conv": mx.concatenate([mx.concatenate(rows, axis=1) for rows in s["conv"]]),
         }
@@ -172,9 +217,9 @@ class Cache:
         self.reset()
         n = arrays["keys"].shape[2]
         self.reserve(max(n, 1))
-        for i in range(len(self.state["keys"])):
-            self.state["keys"][i][..., :n, :] = arrays["keys"][i][None].astype(self.dtype)
-            self.state["values"][i][..., :n, :] = arrays["values"][i][None].astype(self.dtype)
+        place = self.place(n)
+        for i in range(len(self.attention_index)):
+            self.write(i, *(arrays[name][i][None].astype(self.dtype) for name in ("keys", "values")), place)
         for i in range(len(self.state["recurrent"])):
             # Contiguous copies: a slice would keep the whole stacked array alive.
             self.state["recurrent"][i] = mx.contiguous(arrays["state"][i][None].astype(mx.float32))
@@ -223,6 +268,102 @@ class Cache:
         return [int(t) for t in metadata.get("tokens", "").split()]  # type: ignore[union-attr]
 
 
+class PagedCache(Cache):
+    """A `Cache` whose keys and values lie in pages of 256 positions, found through a table on the device.
+
+    Growth takes whole pages and leaves the others where they are: the first ones make a pool, later ones an extension.
+    An extension that is full becomes part of the pool, which copies it; it is made a quarter of the pool at least, so
+    that this is rare.
+    """
+
+    grown = ("keys", "values", "more_keys", "more_values")
+    shared = ("position", "pages")
+
+    def wipe(self) -> None:
+        self.state["pages"] = mx.zeros((0,), mx.int32)
+        super().wipe()
+
+    @property
+    def pooled(self) -> int:
+        """Positions that the pool has room for; the extension holds those after them."""
+        return super().capacity
+
+    @property
+    def capacity(self) -> int:
+        if not self.attention_index:
+            return super().capacity
+        return self.pooled + self.state["more_keys"][0].shape[2]
+
+    def reserve(self, positions: int) -> None:
+        """Make room for `positions` in all, in whole pages; what is there is not copied while an extension is free."""
+        if positions <= self.capacity:
+            return
+        if self.capacity > self.pooled:
+            self._merge()
+        held = self.capacity // PAGE
+        need = -(-(positions - self.capacity) // PAGE)
+        if self.pooled:
+            need = max(need, self.pooled // PAGE // 4)
+        for name in ("more_keys", "more_values") if self.pooled else ("keys", "values"):
+            for i, old in enumerate(self.state[name]):
+                self.state[name][i] = mx.zeros((*old.shape[:2], need * PAGE, old.shape[3]), self.dtype)
+        pages = mx.arange(need, dtype=mx.int32)
+        # At least four entries, for the reason that the position is four numbers.
+        rest = mx.zeros((max(0, 4 - (held + need)),), mx.int32)
+        self.state["pages"] = mx.concatenate([self.state["pages"][:held], -1 - pages if held else pages, rest])
+        mx.eval(self.arrays())
+
+    def _merge(self) -> None:
+        """Make the extension part of the pool, a layer at a time."""
+        pooled = self.pooled
+        for name in ("keys", "values"):
+            pools, mores = self.state[name], self.state[f"more_{name}"]
+            for i in range(len(pools)):
+                pools[i] = mx.concatenate([pools[i], mores[i]], axis=2)
+                mores[i] = mores[i][:, :, :0]
+                mx.eval(pools[i])
+        table = self.state["pages"]
+        self.state["pages"] = mx.where(table < 0, -1 - table + pooled // PAGE, table)
+
+    def boundary(self, rows: int) -> int:
+        """Of the next `rows` rows, how many go into the pool."""
+        return max(0, min(rows, self.pooled - self.position))
+
+    def place(self, rows: int, at: mx.array | None = None) -> Any:
+        if at is None:
+            at = mx.array([self.position], dtype=mx.int32)
+        return rows_of(self.state["pages"], super().place(rows, at))
+
+    def write(self, index: int, k: mx.array, v: mx.array, place: Any) -> None:
+        cut = self.boundary(k.shape[2])
+        for name, rows in (("keys", k), ("values", v)):
+            for where, part in ((name, slice(0, cut)), (f"more_{name}", slice(cut, rows.shape[2]))):
+                if part.start < part.stop:
+                    stored = self.state[where]
+                    stored[index] = _scattered(stored[index], place[part], rows[:, :, part])
+
+    def shown(self, index: int, positions: int) -> tuple[Rows, Rows]:
+        s, pooled = self.state, min(positions, self.pooled)
+        return tuple(  # type: ignore[return-value]
+            Paged(s[name][index], more if more.shape[2] else None, s["pages"], positions, pooled)
+            for name, more in (("keys", s["more_keys"][index]), ("values", s["more_values"][index]))
+        )
+
+
+def in_one_piece(rows: Rows) -> mx.array:
+    """Keys or values as one array, pages gathered."""
+    return rows.gathered() if isinstance(rows, Paged) else rows
+
+
+def _scattered(stored: mx.array, at: mx.array, rows: mx.array) -> mx.array:
+    """`stored` with `rows` at positions int32 ``[rows]``, both ``[1, kv heads, …, head_dim]``.
+
+    A scatter writes the new rows alone. `mx.slice_update` with a position on the device also works in place, but its
+    CUDA kernel runs once per element of the whole cache (0.54 ms a layer at 128K).
+    """
+    return mx.put_along_axis(stored, mx.broadcast_to(at.reshape(1, 1, -1, 1), rows.shape), rows, axis=2)
+
+
 def conv_rows(window: mx.array) -> list[mx.array]:
     """Rows ``[1, n, conv_dim]`` as n arrays ``[1, 1, conv_dim]`` of their own memory."""
     return [mx.contiguous(window[:, i : i + 1]) for i in range(window.shape[1])]
@@ -238,13 +379,15 @@ class ExactView:
         self.cache, self.start, self.end = cache, cache.position, cache.position + rows
         self.offset: int | mx.array = self.start
         self.position: mx.array | None = None
+        self._place: Any = None
 
-    def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[Rows, Rows]:
         """Store new rows ``[1, kv heads, rows, head_dim]`` of a layer; keys and values to attend over."""
-        s, i = self.cache.state, self.cache.attention_index[layer]
-        s["keys"][i][..., self.start : self.end, :] = k
-        s["values"][i][..., self.start : self.end, :] = v
-        return s["keys"][i][..., : self.end, :], s["values"][i][..., : self.end, :]
+        i = self.cache.attention_index[layer]
+        if self._place is None:
+            self._place = self.cache.place(k.shape[2], self.position)
+        self.cache.write(i, k, v, self._place)
+        return self.cache.shown(i, self.end)
 
     def recurrent(self, layer: int) -> tuple[list[mx.array], mx.array]:
         """Convolution rows and recurrent state of a layer."""
@@ -270,20 +413,9 @@ class TracedView(ExactView):
     """
 
     def __init__(self, cache: Cache, bucket: int):
-        self.cache, self.bucket = cache, bucket
-        self.offset = self.position = cache.state["position"]
-
-    def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        s, i = self.cache.state, self.cache.attention_index[layer]
-        at = self.cache.state["position"]
-        if k.shape[2] > 1:
-            at = at + mx.arange(k.shape[2], dtype=mx.int32)
-        for name, rows in (("keys", k), ("values", v)):
-            # A scatter writes the new rows alone. `mx.slice_update` with a position on the device also works in
-            # place, but its CUDA kernel runs once per element of the whole cache (0.54 ms a layer at 128K).
-            index = mx.broadcast_to(at.reshape(1, 1, -1, 1), rows.shape)
-            s[name][i] = mx.put_along_axis(s[name][i], index, rows, axis=2)
-        return s["keys"][i][..., : self.bucket, :], s["values"][i][..., : self.bucket, :]
+        self.cache, self.end = cache, bucket
+        self.offset = self.position = cache.state["position"][:1]
+        self._place = None
 
 
 def bucket_for(positions: int) -> int:

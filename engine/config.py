@@ -259,7 +259,7 @@ class DecodeAttentionConfig:
     heads: query heads that share one fetch of a key/value row (``"best"`` or 1, 2, 4, 8).
     split: ``"best"``, ``"none"`` (one pass), ``"chunks"`` (256 positions each) or ``"blocks"`` (fixed number).
     lanes: ``"best"``, ``"coalesced"``, ``"apart"``, or matrix units: ``"tiles"``, ``"tiles_ahead"``.
-    min_context: positions from which ``split="blocks"`` is to apply; nothing reads it yet, so other values are refused.
+    min_context: positions shown from which ``split="blocks"`` applies where it is named; fewer are split in chunks.
     """
 
     variant: str = "best"
@@ -272,7 +272,7 @@ class DecodeAttentionConfig:
 
 @dataclass
 class CacheConfig:
-    """Layout of keys and values: ``"contiguous"`` (grows by `step` positions) or ``"paged"``."""
+    """Layout of keys and values: ``"contiguous"`` (grows by `step` positions) or ``"paged"`` (pages of 256 positions)."""
 
     layout: Literal["contiguous", "paged"] = "contiguous"
     step: int = 256

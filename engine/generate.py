@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
-from engine.cache import Cache, ExactView, Snapshot, TracedView, bucket_for, conv_rows
+from engine.cache import Cache, ExactView, PagedCache, Snapshot, TracedView, bucket_for, conv_rows
 from engine.config import EngineConfig, ModelConfig
 from engine.device import activation_dtype, device_kind
 from engine.folded import FoldedModel
@@ -74,10 +74,11 @@ class Engine:
         self.ops = bind(self.engine, self.device, self.tuned)
         kind = FoldedModel if self.ops.fusion != "off" else Model
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
-        self.cache = Cache(config, self.dtype, self.engine.cache.step)
+        layout = PagedCache if self.engine.cache.layout == "paged" else Cache
+        self.cache: Cache = layout(config, self.dtype, self.engine.cache.step)
         self.trace = self._trace()
-        self._steps: dict[tuple[int, bool], tuple[Callable[[], mx.array], dict]] = {}
-        self._layers: dict[tuple[int, int], tuple[Callable[..., Any], dict]] = {}
+        self._steps: dict[tuple[int, int, bool], tuple[Callable[[], mx.array], dict]] = {}
+        self._layers: dict[tuple[int, int, int], tuple[Callable[..., Any], dict]] = {}
         self.speculator: Speculator | None = None
         if self.engine.speculative.drafter != "off":
             self.speculator = Speculator(self, draft, costs, frequent)
@@ -323,7 +324,7 @@ class Engine:
 
     def _traced_step(self, scores: bool) -> mx.array:
         bucket = min(bucket_for(self.position + 1), self.cache.capacity)
-        key = (bucket, scores)
+        key = (bucket, self.cache.boundary(1), scores)
         state = self.cache.state
         if self.engine.decode.logprobs and "logprobs" not in state:
             state["logprobs"] = mx.zeros((1, self.vocabulary), self.dtype)
@@ -362,20 +363,26 @@ class Engine:
         """Layer `index` compiled: takes hidden rows, replaces the layer's two state arrays."""
         cache, state = self.cache, self.cache.state
         full = index in cache.attention_index
-        first, second = ("keys", "values") if full else ("conv", "recurrent")
+        own = cache.grown if full else ("conv", "recurrent")
         at = cache.attention_index[index] if full else cache.linear_index[index]
-        key = (bucket, index)
+        key = (bucket, cache.boundary(1), index)
+
+        def swap(shared: list[mx.array], arrays: list[Any]) -> tuple[list[mx.array], list[Any]]:
+            """Put arrays in the state and return those that they replace."""
+            held = [state[name] for name in cache.shared], [state[name][at] for name in own]
+            state.update(zip(cache.shared, shared))
+            for name, array in zip(own, arrays):
+                state[name][at] = array
+            return held
+
         if key not in self._layers:
             tally: dict = {}
 
-            def run(h: mx.array, position: mx.array, one: mx.array, two: mx.array):
+            def run(h: mx.array, shared: list[mx.array], arrays: list[Any]):
                 # The view reads the cache, so the traced arrays stand in it while Python runs.
-                held = state["position"], state[first][at], state[second][at]
-                state["position"], state[first][at], state[second][at] = position, one, two
+                held = swap(shared, arrays)
                 out = self._recorded(tally, lambda: self.model.layer(index, h, TracedView(cache, bucket)))
-                made = state[first][at], state[second][at]
-                state["position"], state[first][at], state[second][at] = held
-                return out, *made
+                return out, swap(*held)[1]
 
             while len(self._layers) >= MOST_TRACES * self.config.num_hidden_layers:
                 self._layers.pop(next(iter(self._layers)))
@@ -383,9 +390,9 @@ class Engine:
         compiled, tally = self._layers[key]
 
         def call(h: mx.array) -> mx.array:
-            out, state[first][at], state[second][at] = compiled(
-                h, state["position"], state[first][at], state[second][at]
-            )
+            shared = [state[name] for name in cache.shared]
+            out, arrays = compiled(h, shared, [state[name][at] for name in own])
+            swap(shared, arrays)
             self.ops.recorder.replay(tally)
             return out
 

@@ -619,7 +619,7 @@ class Verifier:
         self.each = rollback == "states"
         self.name = "rows" if exact else rollback
         self._cores: dict[int, Core] = {}
-        self._traces: dict[tuple[int, int, bool], tuple[Callable[..., Any], dict]] = {}
+        self._traces: dict[tuple[int, int, int, bool], tuple[Callable[..., Any], dict]] = {}
 
     def run(self, tokens: mx.array, scores: bool) -> Verified:
         """Submit one pass over `tokens` ``[T]``; the cache holds all of them until `keep` takes some back."""
@@ -658,7 +658,7 @@ class Verifier:
     def _trace(self, rows: int, scores: bool) -> Callable[..., Any]:
         engine, cache = self.engine, self.engine.cache
         bucket = min(bucket_for(cache.position + rows), cache.capacity)
-        key = bucket, rows, scores
+        key = bucket, cache.boundary(rows), rows, scores
         if key not in self._traces:
             tally: dict = {}
             while len(self._traces) >= self.MOST_TRACES:

@@ -145,6 +145,51 @@ def test_a_setting_that_no_variant_honours_is_refused(field, value):
         bind(config, "cpu")
 
 
+def test_blocks_apply_from_min_context_positions_up():
+    """Below it the same variant splits in chunks; what ran is what the record says."""
+    config = EngineConfig()
+    config.decode_attention.variant = "matmul"
+    config.decode_attention.split = "blocks"
+    config.decode_attention.min_context = 512
+    bound = bind(config, "cpu")
+    for shown in (511, 512):
+        given = OPS["decode_attention"].inputs(Case("", {"rows": 1, "n": shown, "kv": 1, "at": -1}), mx.float32, 0)
+        got = bound.decode_attention(*given, rows=1)
+        assert relative_rms(got, OPS["decode_attention"].reference.run(*given)) < 1e-5
+    assert [line["tile"] for line in bound.recorder.executed()] == ["blocks", "chunks"]
+
+
+def test_min_context_without_a_named_split_is_refused():
+    config = EngineConfig()
+    config.decode_attention.min_context = 512
+    with pytest.raises(VariantUnsupported, match="name a split"):
+        bind(config, "cpu")
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("decode_attention", "matmul"), ("prefill_attention", "tiled")])
+def test_a_variant_that_reads_keys_in_one_piece_refuses_pages(op, wanted):
+    config = EngineConfig()
+    config.cache.layout = "paged"
+    if op == "decode_attention":
+        config.decode_attention.variant = wanted
+    else:
+        config.prefill_attention = wanted
+    with pytest.raises(VariantUnsupported, match="in one piece, not in pages; take"):
+        bind(config, "cpu")
+
+
+@pytest.mark.parametrize(("device", "decode"), [("cpu", "gathered"), ("cuda", "metal"), ("metal", "metal")])
+def test_the_best_variant_for_pages_reads_them(device, decode):
+    config = EngineConfig()
+    config.cache.layout = "paged"
+    bound = bind(config, device)
+    assert (bound.decode_attention.decode.name, bound.prefill_attention.prefill.name) == (decode, "gathered")
+    if decode == "metal":
+        config.decode_attention.lanes = "tiles"
+        with pytest.raises(VariantUnsupported, match="not in pages"):
+            bind(config, device)
+
+
 def test_a_variant_that_reads_the_host_refuses_a_traced_step():
     config, tiny = EngineConfig(route="host", decode=DecodeConfig(trace="step")), tiny_config(4)
     with pytest.raises(VariantUnsupported, match="route reads back to the host"):

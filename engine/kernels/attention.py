@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from engine.kernels import loader
 from engine.kernels.loader import SIMD, KernelError, Launch
+from engine.pages import Paged
 
 if TYPE_CHECKING:
     # The ops import their kernels, so at run time this must not import the ops.
@@ -33,6 +34,7 @@ SPACE = (
 """What the tuner tries; lanes that read apart are there to be compared with, not to be chosen."""
 TILE_HEADS = 8
 """Query heads of a matrix tile."""
+NO_PAGED_TILES = "matrix tiles read keys and values in one piece, not in pages; take coalesced or apart"
 LEAST_PART = {"coalesced": 32, "apart": 32, "tiles": 64, "tiles_ahead": 64}
 """Positions of a part below which another part costs more than it saves."""
 SPLIT_SIMDGROUPS = 4
@@ -51,9 +53,9 @@ def defaults(device: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=64)
-def _constant(value: float, dtype: mx.Dtype) -> mx.array:
-    """``[1]``, kept evaluated: made afresh it is a launch in every layer."""
-    made = mx.array([value], dtype=dtype)
+def _at(position: int) -> mx.array:
+    """int32 ``[1]``, kept evaluated: made afresh it is a launch in every layer."""
+    made = loader.in_device_memory(mx.array([position], dtype=mx.int32))
     mx.eval(made)
     return made
 
@@ -71,10 +73,18 @@ def heads_per_fetch(heads: str, group: int) -> int:
     return int(heads)
 
 
+def _pools(keys: mx.array | Paged, values: mx.array | Paged) -> tuple[list[mx.array], list[mx.array]]:
+    """Keys and values as the kernel reads them, and their extensions; where there is none it is not read."""
+    pair = (keys, values)
+    stored = [part.pool if isinstance(part, Paged) else part for part in pair]
+    mores = [part.more if isinstance(part, Paged) else None for part in pair]
+    return stored, [held if more is None else more for held, more in zip(stored, mores)]
+
+
 def attention_metal(
     q: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    keys: mx.array | Paged,
+    values: mx.array | Paged,
     scale: float,
     position: mx.array | None = None,
     *,
@@ -87,7 +97,7 @@ def attention_metal(
     """Softmax attention of 1 to 8 new rows; arguments and result as the op says, head_dim 256.
 
     Every key and value is read once per `heads` query heads and row. Keys and values may be the used part of a larger
-    cache; an input whose last axis is not dense gives NaN.
+    cache, or lie in pages of one table; an input whose last axis is not dense gives NaN.
 
     heads: query heads that share a fetch: ``1``, ``2``, ``4``, ``8``; ``best`` is as many as divide the group.
     split: ``none`` (one part, one launch), ``chunks`` (256 positions each, their number grows with the cache) or
@@ -103,8 +113,11 @@ def attention_metal(
     """
     _, n_heads, rows, dim = q.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
-    new = (keys, values) if fresh is None else fresh
-    kinds = [array.dtype for array in (q, keys, values, *new)]
+    paged = isinstance(keys, Paged) and isinstance(values, Paged)
+    pages = keys.table if isinstance(keys, Paged) else _at(0)
+    stored, more = _pools(keys, values)
+    new = stored if fresh is None else fresh
+    kinds = [array.dtype for array in (q, *stored, *new)]
     if dim != HEAD_DIM or len(set(kinds)) > 1:
         raise KernelError(
             f"decode_attention=metal takes head_dim {HEAD_DIM} and one type, not {dim} and {', '.join(map(str, kinds))}"
@@ -121,24 +134,27 @@ def attention_metal(
             f"decode_attention.lanes={lanes} takes {TILE_HEADS} heads a fetch and a 16-bit type, "
             f"not {packed} and {q.dtype}; take lanes=coalesced"
         )
+    if paged and tiles:
+        raise KernelError(f"decode_attention.lanes={lanes}: {NO_PAGED_TILES}")
     # Without `fresh` the new rows are the last of the keys.
     start = n - rows if fresh is None else n
     most = -(-(start + rows) // LEAST_PART[lanes])
     parts = {"none": 1, "chunks": -(-(start + rows) // CHUNK), "blocks": min(blocks, most)}[split]
     final = parts == 1
     kernel = loader.load(TOPIC)["tiles" if tiles else "split"]
-    own = {"AHEAD": lanes == "tiles_ahead"} if tiles else {"G": packed, "COALESCED": lanes == "coalesced"}
+    own: dict[str, int | bool] = {"AHEAD": lanes == "tiles_ahead"}
+    if not tiles:
+        own = {"G": packed, "COALESCED": lanes == "coalesced", "PAGED": paged}
     width = SPLIT_SIMDGROUPS * SIMD
     partial, sums = loader.launch(
         Launch(
             kernel,
             (
                 q,
-                keys,
-                values,
+                *stored,
                 *new,
-                _constant(start, mx.int32) if position is None else position,
-                _constant(scale * _LOG2_E, mx.float32),
+                *(() if tiles else (*more, pages)),
+                _at(start) if position is None else position,
             ),
             kernel.arguments(
                 T=q.dtype,
@@ -147,6 +163,7 @@ def attention_metal(
                 CHUNK=CHUNK if split == "chunks" else 0,
                 FINAL=final,
                 FRESH=fresh is not None,
+                SCALE_BITS=loader.float_bits(scale * _LOG2_E),
                 **own,
             ),
             grid=(parts * rows * width, n_heads // packed, 1) if tiles else (parts * width, n_heads // packed, rows),

@@ -4,15 +4,19 @@
 //
 // q [1, heads, rows, 256], keys and values [1, kv heads, n, 256] of T; strides are read, so that the used part of a
 // larger cache is taken as it lies, but the last axis must be dense and rows must start on 16 bytes. position int32
-// [1] is the cache position of the first row: row r sees keys 0 … position + r. scale float32 [1] holds
-// scale · log2(e), since weights are powers of two. With FRESH the cache holds the positions before the first row only,
-// and those from there on are fresh_keys and fresh_values [1, kv heads, rows, 256] of T.
+// [1] is the cache position of the first row: row r sees keys 0 … position + r. SCALE_BITS holds
+// scale · log2(e) as float32, since weights are powers of two. With FRESH the cache holds the positions before the first
+// row only, and those from there on are fresh_keys and fresh_values [1, kv heads, rows, 256] of T.
+//
+// With PAGED keys and values are pools of pages of 256 positions, [1, kv heads, pages · 256, 256], and more_keys and
+// more_values further ones; pages int32 holds, for each 256 positions, the number of a page of the pool or -1 - that of one
+// of the further pages. They are not read otherwise.
 
 // kernel: split
-// inputs: q keys values fresh_keys fresh_values position scale
-// dense: position scale
+// inputs: q keys values fresh_keys fresh_values more_keys more_values pages position
+// dense: pages position
 // outputs: partial sums
-// template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL, bool FRESH
+// template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL, bool FRESH, int SCALE_BITS, bool PAGED
 //
 // partial [heads, rows, parts, 256] of O, sums float32 [heads, rows, parts, 2] = (largest score, sum of weights).
 // Grid: parts × (heads / G) × rows threadgroups of SIMDGROUPS simdgroups.
@@ -22,6 +26,7 @@
 // COALESCED  lanes read neighbouring 16-byte words of a row; otherwise apart, each lane walking a row of its own.
 // FINAL   there is one part: O is T and partial the finished rows.
 // FRESH   rows at `position` and after come from fresh_keys and fresh_values, which are not read otherwise.
+// PAGED   keys and values lie in pages.
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint index = thread_index_in_threadgroup;
@@ -30,7 +35,7 @@ const uint group = threadgroup_position_in_grid.y;
 const uint row = threadgroup_position_in_grid.z;
 REFUSE_UNLESS(
     q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1 && fresh_keys_strides[3] == 1 &&
-        fresh_values_strides[3] == 1,
+        fresh_values_strides[3] == 1 && more_keys_strides[3] == 1 && more_values_strides[3] == 1,
     partial, O, index + part + group + row == 0u)
 
 const uint kv_head = group * uint(G) / (uint(q_shape[1]) / uint(keys_shape[1]));
@@ -39,8 +44,11 @@ const device T* key_rows = keys + kv_head * keys_strides[1];
 const device T* value_rows = values + kv_head * values_strides[1];
 const device T* fresh_key_rows = fresh_keys + kv_head * fresh_keys_strides[1];
 const device T* fresh_value_rows = fresh_values + kv_head * fresh_values_strides[1];
+const device T* more_key_rows = more_keys + kv_head * more_keys_strides[1];
+const device T* more_value_rows = more_values + kv_head * more_values_strides[1];
 
-const uint n = uint(keys_shape[2]);
+// Of pages it is the caller who shows no more than there are.
+const uint n = PAGED ? 0xffffffffu : uint(keys_shape[2]);
 const uint cached = FRESH && uint(position[0]) < n ? uint(position[0]) : n;
 const uint visible = FRESH ? cached + row + 1u : uint(position[0]) + row + 1u;
 const uint seen = FRESH || visible < n ? visible : n;
@@ -71,7 +79,7 @@ if constexpr (COALESCED) {
     UNROLL for (int w = 0; w < WORDS; ++w) {
       load_word(q_row + g * q_strides[1] + (w * 32 + int(lane)) * PER_WORD, query[g] + w * PER_WORD);
     }
-    UNROLL for (int i = 0; i < 8; ++i) query[g][i] *= scale[0];
+    UNROLL for (int i = 0; i < 8; ++i) query[g][i] *= as_type<float>(SCALE_BITS);
   }
   // Of the scores of ROWS positions and G heads the lane keeps number `lane % SCORES`, head `lane % G`.
   float largest = NOTHING;
@@ -87,13 +95,17 @@ if constexpr (COALESCED) {
       }
       const uint at = base + uint(r);
       if (at < end) {
-        const device T* key_row = key_rows + at * keys_strides[2];
-        const device T* value_row = value_rows + at * values_strides[2];
-        if constexpr (FRESH) {
-          if (at >= cached) {
-            key_row = fresh_key_rows + (at - cached) * fresh_keys_strides[2];
-            value_row = fresh_value_rows + (at - cached) * fresh_values_strides[2];
-          }
+        const device T* key_row;
+        const device T* value_row;
+        if (FRESH && at >= cached) {
+          key_row = fresh_key_rows + (at - cached) * fresh_keys_strides[2];
+          value_row = fresh_value_rows + (at - cached) * fresh_values_strides[2];
+        } else {
+          const int page = PAGED ? int(pages[at / 256u]) : 0;
+          const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + at % 256u : at;
+          key_row = page < 0 ? more_key_rows + slot * more_keys_strides[2] : key_rows + slot * keys_strides[2];
+          value_row =
+              page < 0 ? more_value_rows + slot * more_values_strides[2] : value_rows + slot * values_strides[2];
         }
         UNROLL for (int w = 0; w < WORDS; ++w) {
           const uint column = (uint(w) * 32u + lane) * uint(PER_WORD);
@@ -135,7 +147,7 @@ if constexpr (COALESCED) {
   }
 } else {
   for (uint e = index; e < uint(G) * 256u; e += uint(SIMDGROUPS) * 32u) {
-    shared_q[e] = float(q_row[(e / 256u) * q_strides[1] + e % 256u]) * scale[0];
+    shared_q[e] = float(q_row[(e / 256u) * q_strides[1] + e % 256u]) * as_type<float>(SCALE_BITS);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   float largest[G];
@@ -148,9 +160,14 @@ if constexpr (COALESCED) {
     float score[G];
     UNROLL for (int g = 0; g < G; ++g) score[g] = base + lane < end ? 0.0f : NOTHING;
     if (base + lane < end) {
-      const device T* key_row = key_rows + (base + lane) * keys_strides[2];
-      if constexpr (FRESH) {
-        if (base + lane >= cached) key_row = fresh_key_rows + (base + lane - cached) * fresh_keys_strides[2];
+      const uint own = base + lane;
+      const device T* key_row;
+      if (FRESH && own >= cached) {
+        key_row = fresh_key_rows + (own - cached) * fresh_keys_strides[2];
+      } else {
+        const int page = PAGED ? int(pages[own / 256u]) : 0;
+        const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + own % 256u : own;
+        key_row = page < 0 ? more_key_rows + slot * more_keys_strides[2] : key_rows + slot * keys_strides[2];
       }
       for (uint at = 0u; at < 256u; at += uint(PER_WORD)) {
         float key[PER_WORD];
@@ -173,9 +190,15 @@ if constexpr (COALESCED) {
     }
     const uint count = end - base < 32u ? end - base : 32u;
     for (uint r = 0u; r < count; ++r) {
-      const device T* value_row = value_rows + (base + r) * values_strides[2];
-      if constexpr (FRESH) {
-        if (base + r >= cached) value_row = fresh_value_rows + (base + r - cached) * fresh_values_strides[2];
+      const uint next = base + r;
+      const device T* value_row;
+      if (FRESH && next >= cached) {
+        value_row = fresh_value_rows + (next - cached) * fresh_values_strides[2];
+      } else {
+        const int page = PAGED ? int(pages[next / 256u]) : 0;
+        const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + next % 256u : next;
+        value_row =
+            page < 0 ? more_value_rows + slot * more_values_strides[2] : value_rows + slot * values_strides[2];
       }
       float value[8];
       UNROLL for (int i = 0; i < 8; ++i) value[i] = float(value_row[uint(i) * 32u + lane]);
@@ -227,10 +250,10 @@ UNROLL for (int g = 0; g < G; ++g) {
 }
 
 // kernel: tiles
-// inputs: q keys values fresh_keys fresh_values position scale
-// dense: position scale
+// inputs: q keys values fresh_keys fresh_values position
+// dense: position
 // outputs: partial sums
-// template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool AHEAD, bool FINAL, bool FRESH
+// template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool AHEAD, bool FINAL, bool FRESH, int SCALE_BITS
 //
 // What `split` computes, by matrix tiles: 8 query heads of a key/value head are the columns, positions the rows of the
 // scores, columns of values the rows of the output. Weights are rounded to T, a 16-bit type, and added in float32.
@@ -303,7 +326,7 @@ float largest[2] = {NOTHING, NOTHING};
 float weight_sum[2] = {0.0f, 0.0f};
 
 constexpr int TILES = AHEAD ? 1 : 2;
-const float factor = scale[0];
+const float factor = as_type<float>(SCALE_BITS);
 const uint kept = FRESH ? cached : 0xffffffffu;
 constexpr uint STEP = 16u * uint(TILES);
 

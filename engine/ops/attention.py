@@ -4,7 +4,7 @@ Both take ``q [1, heads, rows, head_dim]``, ``keys`` and ``values [1, kv heads, 
 and `position`. With `position` None the last new row sees all n keys and earlier rows see fewer (causal, lower
 right). With `position` an int32 array ``[1]`` (the cache position of the first new row, on the device) keys past
 each row's own are masked, so that one traced step serves every position below n. They return
-``[1, heads, rows, head_dim]``.
+``[1, heads, rows, head_dim]``. Variants that `reads_pages` also take keys and values as `engine.pages.Paged`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.device import device_kind
 from engine.kernels import attention as kernels
 from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
+from engine.pages import Paged
 
 SPLIT_CHUNK = 256
 """Positions per part when keys are split in chunks."""
@@ -120,6 +122,44 @@ def attention_tiled(
     return mx.concatenate(out, axis=2)
 
 
+def in_one_piece(rows: mx.array | Paged) -> mx.array:
+    """Keys or values as one array, pages gathered."""
+    return rows.gathered() if isinstance(rows, Paged) else rows
+
+
+def attention_gathered(
+    q: mx.array,
+    keys: mx.array | Paged,
+    values: mx.array | Paged,
+    scale: float,
+    position: mx.array | None = None,
+    *,
+    split: str = "none",
+    blocks: int = 128,
+) -> mx.array:
+    """`attention_matmul` over keys and values that are first gathered into one array each, if they lie in pages."""
+    return attention_matmul(q, in_one_piece(keys), in_one_piece(values), scale, position, split=split, blocks=blocks)
+
+
+def attention_gathered_prefill(
+    q: mx.array, keys: mx.array | Paged, values: mx.array | Paged, scale: float, position: mx.array | None = None
+) -> mx.array:
+    """MLX's op, or tiles on a CPU, over keys and values that are first gathered, if they lie in pages."""
+    run = attention_tiled if device_kind() == "cpu" else attention_mlx
+    return run(q, in_one_piece(keys), in_one_piece(values), scale, position)
+
+
+def settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings for the keys that are shown: fewer than `min_context` are split in chunks instead of blocks.
+
+    What is shown is part of a trace's shapes, so a traced step never changes its split.
+    """
+    settings = dict(settings)
+    if settings.pop("min_context") > arguments[1].shape[2] and settings["split"] == "blocks":
+        settings["split"] = "chunks"
+    return settings
+
+
 def _inputs(case: Case, dtype: mx.Dtype, seed: int) -> tuple[Any, ...]:
     dim, n, rows = 256, case["n"], case["rows"]
     k1, k2, k3 = (mx.random.key(seed + i) for i in range(3))
@@ -153,6 +193,10 @@ def _op(name: str, summary: str, variants: tuple[Variant, ...], cases: tuple[Cas
     )
 
 
+def _matmul_defaults(device: str) -> dict[str, Any]:
+    return {"split": "chunks" if device == "cuda" else "none"}
+
+
 _REFERENCE = Variant("reference", attention_reference, "float32 scores, softmax and sum")
 _MLX = Variant("mlx", attention_mlx, "mx.fast.scaled_dot_product_attention")
 
@@ -167,8 +211,9 @@ DECODE_ATTENTION = _op(
             attention_matmul,
             "query heads of a key/value head packed as rows of one product",
             space=tuple({"split": split} for split in kernels.SPLITS),
-            settings=("split", "blocks"),
-            defaults=lambda device: {"split": "chunks" if device == "cuda" else "none"},
+            settings=("split", "blocks", "min_context"),
+            defaults=_matmul_defaults,
+            settled=settled,
         ),
         Variant(
             "metal",
@@ -176,8 +221,19 @@ DECODE_ATTENTION = _op(
             "our kernel: query heads packed on one fetch, positions divided, one text for Metal and CUDA",
             supports=kernels.supports,
             space=kernels.SPACE,
-            settings=("heads", "split", "lanes", "blocks"),
+            settings=("heads", "split", "lanes", "blocks", "min_context"),
             defaults=kernels.defaults,
+            settled=settled,
+            reads_pages=True,
+        ),
+        Variant(
+            "gathered",
+            attention_gathered,
+            "pages gathered into one array, then as matmul; a contiguous cache is read as it lies",
+            settings=("split", "blocks", "min_context"),
+            defaults=_matmul_defaults,
+            settled=settled,
+            reads_pages=True,
         ),
     ),
     (_case(1, 1), _case(1, 63), _case(1, 512, at=300), _case(1, 768, kv=1, at=0), _case(5, 77), _case(8, 512, at=200)),
@@ -192,6 +248,12 @@ PREFILL_ATTENTION = _op(
         _REFERENCE,
         _MLX,
         Variant("tiled", attention_tiled, "packed products over tiles of 256 rows, score memory bounded"),
+        Variant(
+            "gathered",
+            attention_gathered_prefill,
+            "pages gathered into one array, then mlx, or tiled on a CPU; a contiguous cache is read as it lies",
+            reads_pages=True,
+        ),
     ),
     (_case(9, 9), _case(70, 70), _case(33, 150), _case(300, 300, kv=1), _case(257, 700)),
     same_order(("mlx",), cpu_prefill=("tiled",)),

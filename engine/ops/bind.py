@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import DecodeAttentionConfig, EngineConfig
-from engine.kernels.attention import HEADS, LANES, SPLITS
+from engine.kernels.attention import HEADS, LANES, NO_PAGED_TILES, SPLITS
 from engine.ops.choice import Choice, Tuned, nearest
 from engine.ops.registry import DECODE_ROWS, OPS, Op, Phase, Recorder, Variant, VariantUnsupported
 
@@ -50,7 +50,7 @@ class BoundOp:
             return self.op.variants[near.variant], dict(near.settings), "tuned"
         settings: dict[str, Any] = {}
         if arguments:
-            settings = {name: self.settings[name] for name in variant.settings}
+            settings = variant.settled(arguments, {name: self.settings[name] for name in variant.settings})
         if near is not None and (known := near.settings_of(variant.name)) is not None:
             settings = dict(known)
         return variant, settings, "untuned" if self.free else ""
@@ -124,10 +124,11 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
     recorder = Recorder()
     fusion = _fusion(config, device, tuned.fusion if tuned else None)
     measured = {} if tuned is None else _applicable(config, device, tuned)
+    paged = config.cache.layout == "paged"
 
     def one(name: str, wanted: str, **settings: Any) -> BoundOp:
         op = OPS[name]
-        decode, prefill = op.choose(wanted, device, "decode"), op.choose(wanted, device, "prefill")
+        decode, prefill = (op.choose(wanted, device, phase, paged) for phase in ("decode", "prefill"))
         return BoundOp(
             op,
             decode,
@@ -148,7 +149,7 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
         norm=one("norm", "reference" if config.linear == "reference" else "mlx"),
         route=one("route", config.route),
         experts=one("experts", config.experts.variant),
-        decode_attention=one("decode_attention", attention.variant, **_attention_settings(attention, device)),
+        decode_attention=one("decode_attention", attention.variant, **_attention_settings(attention, device, paged)),
         prefill_attention=one("prefill_attention", config.prefill_attention),
         gated_delta=one("gated_delta", config.gated_delta),
         head=one("head", config.head),
@@ -156,11 +157,6 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
         fusion=fusion,
         fusion_chosen="" if config.decode.fusion != "best" else "tuned" if tuned and tuned.fusion else "untuned",
     )
-    if attention.min_context != DecodeAttentionConfig.min_context:
-        reason = "no variant of this build changes its split with the context; blocks apply at every length"
-        raise VariantUnsupported("decode_attention", f"min_context {attention.min_context}", reason)
-    if config.cache.layout != "contiguous":
-        raise VariantUnsupported("cache", config.cache.layout, "no variant of this build reads a paged cache")
     _check_speculative(config)
     if config.overlap:
         raise VariantUnsupported("overlap", "on", "this build runs the phases of a layer in order")
@@ -253,14 +249,16 @@ def _named(config: EngineConfig, folded: Mapping[str, tuple[str, ...]]) -> tuple
 ATTENTION_VALUES = {"heads": HEADS, "split": SPLITS, "lanes": LANES}
 
 
-def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[str, Any]:
+def _attention_settings(attention: DecodeAttentionConfig, device: str, paged: bool) -> dict[str, Any]:
     """What the chosen variant is told, ``"best"`` replaced by its default.
 
     Raises:
         VariantUnsupported: a setting that the variant does not take.
     """
-    variant = OPS["decode_attention"].choose(attention.variant, device, "decode")
-    settings: dict[str, Any] = {"blocks": attention.blocks}
+    variant = OPS["decode_attention"].choose(attention.variant, device, "decode", paged)
+    # A split that nobody named is the variant's own at every length.
+    named = attention.split != "best"
+    settings: dict[str, Any] = {"blocks": attention.blocks, "min_context": attention.min_context if named else 0}
     for name in ("heads", "split", "lanes"):
         value = getattr(attention, name)
         if value not in ("best", *ATTENTION_VALUES[name]):
@@ -273,6 +271,11 @@ def _attention_settings(attention: DecodeAttentionConfig, device: str) -> dict[s
         else:
             reason = f"variant {variant.name} does not let it be chosen"
             raise VariantUnsupported("decode_attention", f"{name} {value}", reason)
+    if attention.min_context != DecodeAttentionConfig.min_context and not (named and "min_context" in variant.settings):
+        reason = "it says from where split=blocks applies; name a split, and a variant that can be told it"
+        raise VariantUnsupported("decode_attention", f"min_context {attention.min_context}", reason)
+    if paged and variant.name == "metal" and str(settings["lanes"]).startswith("tiles"):
+        raise VariantUnsupported("decode_attention", f"lanes {settings['lanes']}", NO_PAGED_TILES)
     return settings
 
 

@@ -45,6 +45,11 @@ def always(case: Case | None, device: str) -> str | None:
     return None
 
 
+def as_they_are(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
+    """`settled` of a variant whose settings do not depend on its arguments."""
+    return settings
+
+
 def nothing(device: str) -> dict[str, Any]:
     """`defaults` of a variant that takes no settings, or decides on ``"best"`` itself."""
     return {}
@@ -66,6 +71,8 @@ class Variant:
         space: keywords of `run` that the tuner tries, where they are more than a tile: about 12 points at most.
         settings: names of the config's settings of its op that `run` takes as keywords.
         defaults: what a setting left at ``"best"`` is on a device kind.
+        settled: from the arguments and the settings to what `run` is told; only shapes may matter.
+        reads_pages: it takes keys and values as `engine.pages.Paged` too.
         reads_host: it reads an array back to the host, so it cannot run inside a compiled step.
     """
 
@@ -76,6 +83,8 @@ class Variant:
     tiles: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     defaults: Callable[[str], dict[str, Any]] = nothing
+    settled: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]] = as_they_are
+    reads_pages: bool = False
     reads_host: bool = False
     space: tuple[Mapping[str, Any], ...] = ()
 
@@ -117,15 +126,18 @@ class Op:
         """The float32 variant that decides what is right."""
         return self.variants["reference"]
 
-    def choose(self, wanted: str, device: str, phase: Phase) -> Variant:
+    def choose(self, wanted: str, device: str, phase: Phase, paged: bool = False) -> Variant:
         """The variant for a config value.
 
         Args:
             wanted: a variant's name, or ``best``: first supported in the declared order of device and phase.
+            paged: keys and values lie in pages; ``best`` is then the first variant declared that reads them.
 
         Raises:
             VariantUnsupported: an unknown name, or a named variant that cannot run on the device.
         """
+        readers = [variant.name for variant in self.variants.values() if variant.reads_pages]
+        paged = paged and bool(readers)
         if wanted != "best":
             variant = self.variants.get(wanted)
             if variant is None:
@@ -133,8 +145,11 @@ class Op:
             reason = variant.supports(None, device)
             if reason is not None:
                 raise VariantUnsupported(self.name, wanted, reason)
+            if paged and not variant.reads_pages:
+                reason = f"it reads keys and values in one piece, not in pages; take {' or '.join(readers)}"
+                raise VariantUnsupported(self.name, wanted, reason)
             return variant
-        for name in self.order[device, phase]:
+        for name in readers if paged else self.order[device, phase]:
             if self.variants[name].supports(None, device) is None:
                 return self.variants[name]
         raise VariantUnsupported(self.name, "best", f"no variant runs on {device}")
@@ -175,7 +190,7 @@ class Recorder:
     _chosen: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     def record(self, op: str, variant: str, tile: str = "", chosen: str = "") -> None:
-        """Count one call; `chosen` says how ``best`` came to it: ``"tuned"``, ``"untuned"``, or empty if it was named."""
+        """Count one call; `chosen` is ``"tuned"`` or ``"untuned"`` where ``best`` came to it, empty if it was named."""
         target = self.counts if self._capture is None else self._capture
         key = (op, variant, tile)
         target[key] = target.get(key, 0) + 1

@@ -5,16 +5,19 @@ from __future__ import annotations
 from itertools import product
 
 import mlx.core as mx
+import numpy as np
 
 from engine.kernels import attention
 from engine.ops import OPS
 from engine.ops.registry import Case
+from engine.pages import PAGE, Paged
 
 OP = OPS["decode_attention"]
 TYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32, "float16": mx.float16}
 SCALAR = ("coalesced", "apart")
 MATRIX = ("tiles", "tiles_ahead")
 TILES = [*product(attention.HEADS, attention.SPLITS, SCALAR), *product(("8",), attention.SPLITS, MATRIX)]
+PAGED_TILES = [tile for tile in TILES if tile[2] in SCALAR]
 BLOCKS = 3
 SIZES = [
     # rows, keys, key/value heads, position (-1: none), positions the cache has room for past the keys it shows
@@ -26,6 +29,7 @@ SIZES = [
     (3, 259, 1, -1, 5),
     (2, 66, 2, 31, 0),
 ]
+PAGED_SIZES = [(1, 600, 1, -1, 0), (1, 512, 2, 299, 0), (2, 770, 1, 700, 0)]
 FRESH_SIZES = [
     # rows, positions before them, key/value heads, room past those positions (-1: none, and no position is given)
     (1, 77, 2, 3),
@@ -71,3 +75,28 @@ def fresh_arguments(size: tuple[int, int, int, int], dtype: mx.Dtype) -> tuple[t
     cache = [mx.concatenate([part[:, :, :before], rest], axis=2) for part in (keys, values)]
     position = None if room < 0 else mx.array([before], dtype=mx.int32)
     return (q, *cache, scale, position), fresh, (q, keys, values, scale, None)
+
+
+def paged_arguments(given: tuple, seed: int = 0) -> tuple:
+    """The same arguments with keys and values in pages, in an order of their own, the last of several in an extension.
+
+    What lies past the shown positions is NaN, and so are pages that no position belongs to.
+    """
+    q, keys, values, scale, position = given
+    positions, dim = keys.shape[2], keys.shape[3]
+    pages = -(-positions // PAGE) or 1
+    more = 1 if pages > 1 else 0
+    order = np.random.default_rng(seed).permutation(pages - more + 1)[: pages - more]
+    table = mx.array([*order.tolist(), *([-2] if more else [])], dtype=mx.int32)
+
+    def paged(rows: mx.array) -> Paged:
+        nothing = mx.full((1, rows.shape[1], PAGE, dim), float("nan"), rows.dtype)
+        rest = mx.full((1, rows.shape[1], pages * PAGE - positions, dim), float("nan"), rows.dtype)
+        padded = mx.concatenate([rows, rest], axis=2)
+        cut = [padded[:, :, i * PAGE : (i + 1) * PAGE] for i in range(pages)]
+        places = {int(place): part for place, part in zip(order, cut)}
+        pool = mx.concatenate([places.get(i, nothing) for i in range(pages - more + 1)], axis=2)
+        held = mx.concatenate([nothing, cut[-1]], axis=2) if more else None
+        return Paged(pool, held, table, positions, min(positions, (pages - more) * PAGE))
+
+    return q, paged(keys), paged(values), scale, position

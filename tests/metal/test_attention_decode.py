@@ -10,6 +10,8 @@ from attention_cases import (
     FRESH_SIZES,
     MATRIX,
     OP,
+    PAGED_SIZES,
+    PAGED_TILES,
     SCALAR,
     SIZES,
     TILES,
@@ -17,6 +19,7 @@ from attention_cases import (
     arguments,
     fresh_arguments,
     kind,
+    paged_arguments,
     settings,
 )
 from simulator import Simulator
@@ -114,6 +117,50 @@ def test_tile_with_fresh_rows_agrees_with_the_reference(turn, ready, monkeypatch
     size, tile = FRESH_SIZES[turn % len(FRESH_SIZES)], TILES[turn]
     dtype = kind(tile, ("bfloat16", "float32")[turn // len(SCALAR) % 2])
     assert run_fresh(ready[dtype], size, TYPES[dtype], monkeypatch, **settings(tile)) <= OP.tolerance[dtype]
+
+
+# Each split, number of heads and order of lanes at least once; the others under --full.
+@pytest.mark.parametrize(
+    ("tile", "size"), [*zip(PAGED_TILES[::5], [*PAGED_SIZES, *PAGED_SIZES]), (PAGED_TILES[3], SIZES[5])]
+)
+def test_pages_are_read_through_the_table(tile, size, monkeypatch):
+    """As the contiguous cache: bit for bit, with pages out of order, some in an extension, all else NaN."""
+    given, chosen = arguments(size, mx.bfloat16), settings(tile)
+    simulated = Simulator(checked=True)
+    monkeypatch.setattr(loader, "launch", simulated.launch)
+    got = attention.attention_metal(*paged_arguments(given), **chosen)
+    assert mx.array_equal(got, attention.attention_metal(*given, **chosen))
+    assert relative_rms(got, OP.reference.run(*given)) <= OP.tolerance["bfloat16"]
+
+
+@pytest.mark.parametrize("size", [(1, 260, 2, 30), (3, 600, 1, 0), (1, 512, 1, -1)])
+def test_fresh_rows_follow_pages(size, monkeypatch):
+    """The page that the new rows will fall into may not exist yet."""
+    given, fresh, whole = fresh_arguments(size, mx.float32)
+    room = given[1].shape[2] - max(size[3], 0)
+    q, keys, values, scale, position = given
+    shown = (q, keys[:, :, :room], values[:, :, :room], scale, position)
+    monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)
+    chosen = settings(("8", "blocks", "coalesced"))
+    got = attention.attention_metal(*paged_arguments(shown), **chosen, fresh=fresh)
+    assert relative_rms(got, OP.reference.run(*whole)) <= OP.tolerance["float32"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tile", PAGED_TILES, ids="-".join)
+def test_pages_are_read_by_every_tile_of_every_size(tile, monkeypatch):
+    simulated = Simulator(checked=True)
+    monkeypatch.setattr(loader, "launch", simulated.launch)
+    for size in [*SIZES, *PAGED_SIZES]:
+        for dtype in (mx.bfloat16, mx.float32):
+            given, chosen = arguments(size, dtype), settings(tile)
+            got = attention.attention_metal(*paged_arguments(given), **chosen)
+            assert mx.array_equal(got, attention.attention_metal(*given, **chosen))
+
+
+def test_matrix_tiles_refuse_pages():
+    with pytest.raises(loader.KernelError, match="not in pages"):
+        attention.attention_metal(*paged_arguments(arguments(SIZES[0], mx.float16)), lanes="tiles")
 
 
 @pytest.mark.full
