@@ -9,7 +9,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reports.facts import bandwidth, chip_name, finite, model_name, peak_flops, signature, version
+from reports.facts import (
+    bandwidth,
+    chip_name,
+    finite,
+    launch_seconds,
+    model_name,
+    peak_flops,
+    read_bandwidth,
+    signature,
+    version,
+)
 from reports.load import Rows
 from sweeps.rows import ContrastRow, Phase, RunRow, SampleRow, tokens_per_second
 
@@ -23,9 +33,10 @@ class Cell:
     """One arm at one phase and frontier. Rates in tokens a second, sizes in bytes, times in nanoseconds.
 
     low, high: 10th and 90th percentile over windows. session_medians: median rate of each session.
-    bytes_per_second, flops_per_second: least bytes and least arithmetic over time, median. bandwidth: of the device,
-    bytes a second. peak_flops: its arithmetic on one large product. gap: None, or why there is no number; `reason`
-    then says more. partial: what befell some of its windows, while others count.
+    least_bytes, least_flops: of a window. bytes_per_second, flops_per_second: both over time, median. bandwidth: of the
+    device, bytes a second, copied; read_bandwidth: read. peak_flops: its arithmetic on one large product.
+    launch_seconds: cost of one launch. gap: None, or why there is no number; `reason` then says more. partial: what
+    befell some of its windows, while others count.
     """
 
     arm: str
@@ -43,10 +54,14 @@ class Cell:
     peak_bytes: float | None = None
     active_bytes: float | None = None
     footprint_bytes: float | None = None
+    least_bytes: float | None = None
+    least_flops: float | None = None
     bytes_per_second: float | None = None
     flops_per_second: float | None = None
     bandwidth: float | None = None
     peak_flops: float | None = None
+    read_bandwidth: float | None = None
+    launch_seconds: float | None = None
     flags: dict[str, int] = field(default_factory=dict)
     gap: GapKind | None = None
     reason: str = ""
@@ -159,7 +174,15 @@ def study(rows: Rows) -> Study:
     frontiers: dict[Phase, list[int]] = {
         phase: sorted({f for _, p, f in (*groups, *planned) if p == phase}) for phase in PHASES
     }
-    limits = {run.run_id: (bandwidth(run), peak_flops(run)) for run in rows.runs}
+    limits = {
+        run.run_id: {
+            "bandwidth": bandwidth(run),
+            "peak_flops": peak_flops(run),
+            "read_bandwidth": read_bandwidth(run),
+            "launch_seconds": launch_seconds(run),
+        }
+        for run in rows.runs
+    }
     blocked = {(r.arm, r.phase, r.frontier): r.reason for r in results if r.verdict == "blocked"}
     cells: dict[tuple[str, Phase, int], Cell] = {}
     for arm in arms:
@@ -253,7 +276,7 @@ def _cell(
     subject: str,
     rows: list[SampleRow],
     planned_skip: str,
-    limits: dict[str, tuple[float | None, float | None]],
+    limits: dict[str, dict[str, float | None]],
 ) -> Cell:
     arm, phase, frontier = key
     cell = Cell(arm, subject, phase, frontier)
@@ -281,7 +304,10 @@ def _cell(
     cell.footprint_bytes = _largest(row.footprint_bytes for row in used)
     cell.bytes_per_second = _median(_per_second(row.least_bytes, row) for row in used)
     cell.flops_per_second = _median(_per_second(row.least_flops, row) for row in used)
-    cell.bandwidth, cell.peak_flops = limits.get(used[0].run_id, (None, None))
+    cell.least_bytes = _median(row.least_bytes for row in used)
+    cell.least_flops = _median(row.least_flops for row in used)
+    for name, value in limits.get(used[0].run_id, {}).items():
+        setattr(cell, name, value)
     if any(_failed(row.check) for row in used):
         _block(cell, next(str(row.reason or "the quality guard failed") for row in used if _failed(row.check)))
     elif bad:

@@ -76,6 +76,18 @@ def peak_flops(run: RunRow) -> float | None:
     return value if value and value > 0 else None
 
 
+def read_bandwidth(run: RunRow) -> float | None:
+    """Bytes a second that the device reads, or copies if that is more; None where neither was measured."""
+    read = finite(lookup(run.machine, ("read_bytes_per_second",)))
+    return max(filter(None, (read, bandwidth(run))), default=None)
+
+
+def launch_seconds(run: RunRow) -> float | None:
+    """Seconds of a launch among dependent ones that do next to nothing, or None where it was not measured."""
+    value = finite(lookup(run.machine, ("launch_seconds",)))
+    return value if value and value > 0 else None
+
+
 def model_name(run: RunRow) -> str:
     """The model as it was asked for."""
     return str(lookup(run.model, ("name", "alias", "id", "repo", "path")) or NOT_RECORDED)

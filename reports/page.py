@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from reports import facts, figures, summary, tables, text
+from reports import facts, figures, limits, summary, tables, text
 from reports.cells import Study, study
 from reports.load import ReportError, Rows, read_rows
 from sweeps.rows import SCHEMA
@@ -57,7 +57,7 @@ def build(folders: Sequence[Path], output: Path | None = None) -> Path:
     out = output or default_output(rows)
     seen = study(rows)
     drawn = figures.plots(seen)
-    made = tables.tables(seen)
+    made = tables.tables(seen) | {table.name: table for table in limits.limits(seen)}
     context = _context(seen, drawn, made)
     files: dict[str, str | bytes] = {
         "report.md": render("report.md.j2", context),
@@ -124,6 +124,7 @@ def _context(seen: Study, drawn: dict[str, list[figures.Plot]], made: dict[str, 
         "sections": SECTIONS,
         "figures": drawn,
         "tables": made,
+        "limits": [table for name, table in made.items() if name.startswith("limits-")],
         "methods": sorted({text.one_line(r.method).rstrip(".") for r in seen.results if r.method}),
         "noise": summary.noise(seen),
         "walk_checks": summary.walk_checks(seen),
