@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 typedef unsigned int uint;
 typedef unsigned short ushort;
+typedef unsigned long long ulong;
 typedef __half float16_t;
 typedef __nv_bfloat16 bfloat16_t;
 
