@@ -47,7 +47,11 @@ class BoundOp:
         context = self.op.context(*arguments) if self.op.context is not None and arguments else None
         near = nearest(self.tuned, phase, rows, context)
         if near is not None and self.free:
-            return self.op.variants[near.variant], dict(near.settings), "tuned"
+            variant, settings = self.op.variants[near.variant], dict(near.settings)
+            if arguments and "tile" in variant.settings:
+                # Its own rule was timed where no tile is named; the record is to say which that is.
+                settings = variant.settled(arguments, settings)
+            return variant, settings, "tuned"
         settings: dict[str, Any] = {}
         if arguments:
             settings = variant.settled(arguments, {name: self.settings[name] for name in variant.settings})
@@ -126,9 +130,10 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
     measured = {} if tuned is None else _applicable(config, device, tuned)
     paged = config.cache.layout == "paged"
 
-    def one(name: str, wanted: str, **settings: Any) -> BoundOp:
+    def one(name: str, wanted: str, tiled: str | None = None, **settings: Any) -> BoundOp:
         op = OPS[name]
-        decode, prefill = (op.choose(wanted, device, phase, paged) for phase in ("decode", "prefill"))
+        decode = op.choose(wanted, device, "decode", paged)
+        prefill = op.choose(tiled or wanted, device, "prefill", paged)
         return BoundOp(
             op,
             decode,
@@ -140,15 +145,13 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
             measured.get(name, ()),
         )
 
-    if config.experts.tile != "best":
-        raise VariantUnsupported("experts", f"tile {config.experts.tile}", "no variant of this build has tiles")
     attention = config.decode_attention
     bound = BoundOps(
         linear=one("linear", config.linear),
         # Norms follow the products: a reference engine is a reference throughout.
         norm=one("norm", "reference" if config.linear == "reference" else "mlx"),
         route=one("route", config.route),
-        experts=one("experts", config.experts.variant),
+        experts=one("experts", config.experts.variant, _tiled_experts(config, device), tile=config.experts.tile),
         decode_attention=one("decode_attention", attention.variant, **_attention_settings(attention, device, paged)),
         prefill_attention=one("prefill_attention", config.prefill_attention),
         gated_delta=one("gated_delta", config.gated_delta),
@@ -161,6 +164,26 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
     if config.overlap:
         raise VariantUnsupported("overlap", "on", "this build runs the phases of a layer in order")
     return bound
+
+
+def _tiled_experts(config: EngineConfig, device: str) -> str | None:
+    """The variant that honours a named tile of the expert products, or None if none was named.
+
+    Raises:
+        VariantUnsupported: the variant has no such tile, or cannot run on the device.
+    """
+    tile, wanted, op = config.experts.tile, config.experts.variant, OPS["experts"]
+    if tile == "best":
+        return None
+    takers = [variant.name for variant in op.variants.values() if "tile" in variant.settings]
+    variant = op.choose(takers[0] if wanted == "best" else wanted, device, "prefill")
+    if "tile" not in variant.settings:
+        reason = f"variant {variant.name} does not let it be chosen; take {' or '.join(takers)}"
+        raise VariantUnsupported("experts", f"tile {tile}", reason)
+    if tile not in variant.tiles:
+        known = ", ".join(variant.tiles)
+        raise VariantUnsupported("experts", f"tile {tile}", f"variant {variant.name} has tiles {known}")
+    return variant.name
 
 
 def _applicable(config: EngineConfig, device: str, tuned: Tuned) -> dict[str, tuple[Choice, ...]]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from engine.config import GROUP_SIZE
 from engine.kernels import experts as kernels
-from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, packed
+from engine.kernels import experts_prefill
 from engine.ops import geometry
+from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, packed
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.ops.route import Routing, route_reference
 from engine.weights import Experts, Matrix
@@ -149,6 +151,23 @@ def experts_metal(x: mx.array, routing: Routing, w: Experts, **tiles: tuple[int,
     return kernels.experts_metal_routed(x, routing.ids, routing.weights, w, shared=shared, **tiles)
 
 
+def experts_packed(x: mx.array, routing: Routing, w: Experts, tile: str = "best") -> mx.array:
+    """Our kernels for many rows: grouped on the device, packed products by matrix units, one sum with the shared expert.
+
+    Raises:
+        KernelError: float32 activations, a packing the kernels do not read, or a tile that does not exist.
+    """
+    logit = linear_mlx(x, w.shared_gate)
+    return experts_prefill.experts_packed(x, routing.ids, routing.weights, w, logit=logit, tile=tile)
+
+
+def _settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
+    """The tile that `experts_packed` is to run with."""
+    _, routing, w = arguments
+    wanted = settings.get("tile", "best")
+    return {"tile": experts_prefill.tile_for_experts(wanted, routing.ids.size, w.gate_proj.shape[0])}
+
+
 def _one(w: Matrix, expert: int) -> Matrix:
     pick = lambda a: None if a is None else a[expert]  # noqa: E731
     return Matrix(w.weight[expert], pick(w.scales), pick(w.biases), w.bits, w.group_size)
@@ -222,6 +241,15 @@ EXPERTS = declare(
                     supports=kernels.supports,
                     space=kernels.SPACE,
                 ),
+                Variant(
+                    "packed",
+                    experts_packed,
+                    "our kernels for many rows: grouped on the device, packed products by matrix units, no host read",
+                    supports=experts_prefill.supports,
+                    tiles=tuple(experts_prefill.TILES),
+                    settings=("tile",),
+                    settled=_settled,
+                ),
             )
         },
         cases=(
@@ -235,7 +263,7 @@ EXPERTS = declare(
         inputs=_inputs,
         timing=geometry.experts,
         # See `linear` for the CPU. On CUDA MLX's sorted packed product stays under 5 TFLOP/s, its dense one not.
-        order=same_order(("mlx",), cpu_prefill=("grouped",), cuda_prefill=("expanded", "mlx")),
+        order=same_order(("mlx",), cpu_prefill=("grouped",), cuda_prefill=("packed", "expanded", "mlx")),
         tolerance={"float32": 3e-5, "bfloat16": 2e-2, "float16": 4e-3},
         # MLX 0.32.4's gathered packed product gave wrong values for 7 rows of 8 experts there (bfloat16, H200).
         decode_rows={"cuda": 1},
