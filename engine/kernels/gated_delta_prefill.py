@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_TILES", "SCAN_TILES", "chunked", "scan", "supports"]
 
 TOPIC = "gated_delta_prefill"
-SCAN_TILES = ((8, 2, 4), (8, 2, 2), (8, 2, 8), (8, 1, 4), (8, 1, 8), (4, 1, 4), (16, 4, 4))
-"""(lanes that share a value column, columns of a lane, simdgroups of a threadgroup); the first is the default."""
-CHUNK_TILES = ((64, 1, 4), (64, 2, 2), (64, 1, 8), (32, 1, 4), (32, 2, 4), (16, 1, 4))
-"""(rows of a chunk, column tiles of a simdgroup, simdgroups of a threadgroup); the first is the default."""
+SCAN_TILES = ("8x2x4", "8x2x2", "8x2x8", "8x1x4", "8x1x8", "4x1x4", "16x4x4")
+"""Lanes that share a value column, columns of a lane, simdgroups of a threadgroup; the first is the default."""
+CHUNK_TILES = ("64x1x4", "64x2x2", "64x1x8", "32x1x4", "32x2x4", "16x1x4")
+"""Rows of a chunk, column tiles of a simdgroup, simdgroups of a threadgroup; the first is the default."""
 STEPS = 8
 """Rows that are prepared, and staged by the scan, as one block."""
 SIMDGROUPS = 4
@@ -45,7 +45,7 @@ def scan(
     w: GatedDelta,
     sizes: tuple[int, int, int, int],
     *,
-    tile: tuple[int, int, int] = SCAN_TILES[0],
+    tile: str = SCAN_TILES[0],
 ) -> Result:
     """Arguments and result as the op says, row by row with the state in registers; heads of 128, any number of rows.
 
@@ -58,9 +58,7 @@ def scan(
         KernelError: another head size, types that differ, or a tile that does not exist.
     """
     check(qkv, z, conv, state, w, sizes)
-    if tile not in SCAN_TILES:
-        raise KernelError(f"the scan of gated_delta has no tile {tile}; there are {SCAN_TILES}")
-    lanes, columns, simdgroups = tile
+    lanes, columns, simdgroups = _numbers(tile, SCAN_TILES)
     *prepared, conv = _prepare(qkv, b, a, conv, w, sizes, STEPS)
     kernel = loader.load(TOPIC)["scan"]
     value_heads, padded, _ = prepared[2].shape
@@ -88,7 +86,7 @@ def chunked(
     w: GatedDelta,
     sizes: tuple[int, int, int, int],
     *,
-    tile: tuple[int, int, int] = CHUNK_TILES[0],
+    tile: str = CHUNK_TILES[0],
 ) -> Result:
     """Like `scan`, in chunks on matrix units; rows of bfloat16 or float16.
 
@@ -100,9 +98,7 @@ def chunked(
     check(qkv, z, conv, state, w, sizes)
     if qkv.dtype not in (mx.bfloat16, mx.float16):
         raise KernelError(f"the chunked kernels of gated_delta take rows of bfloat16 or float16, not {qkv.dtype}")
-    if tile not in CHUNK_TILES:
-        raise KernelError(f"the chunked kernels of gated_delta have no tile {tile}; there are {CHUNK_TILES}")
-    chunk, columns, simdgroups = tile
+    chunk, columns, simdgroups = _numbers(tile, CHUNK_TILES)
     *prepared, conv = _prepare(qkv, b, a, conv, w, sizes, chunk)
     kernels = loader.load(TOPIC)
     key_heads, (value_heads, padded, _) = prepared[0].shape[0], prepared[2].shape
@@ -137,6 +133,13 @@ def chunked(
         )
     )
     return _norm(read, z, w), conv, new
+
+
+def _numbers(tile: str, known: tuple[str, ...]) -> tuple[int, ...]:
+    """The numbers of a tile that exists."""
+    if tile not in known:
+        raise KernelError(f"gated_delta over many rows has no tile {tile}; there are {', '.join(known)}")
+    return tuple(map(int, tile.split("x")))
 
 
 def _prepare(

@@ -22,9 +22,11 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from engine.device import device_kind
 from engine.kernels import gated_delta as kernels
+from engine.kernels import gated_delta_prefill as prefill
 from engine.ops import geometry
-from engine.ops.registry import Case, Op, Variant, declare, same_order
+from engine.ops.registry import DECODE_ROWS, Case, Op, Variant, declare, same_order
 from engine.weights import GatedDelta, Matrix
 
 Sizes = tuple[int, int, int, int]
@@ -262,18 +264,68 @@ def _chunked(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.ar
 _scan = _layer(_chunked)
 
 
-def gated_delta_chunked(
+def gated_delta_products(
     qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, conv: Rows, state: mx.array, w: GatedDelta, sizes: Sizes
 ) -> Result:
-    """Chunks of 64 rows as matrix products; a single row by `_single`."""
+    """Chunks of 64 rows as matrix products of mx ops; a single row by `_single`."""
     run = _single if qkv.shape[1] == 1 else _scan
     return run(qkv, z, b, a, conv, state, w, sizes)
+
+
+def gated_delta_chunked(
+    qkv: mx.array,
+    z: mx.array,
+    b: mx.array,
+    a: mx.array,
+    conv: Rows,
+    state: mx.array,
+    w: GatedDelta,
+    sizes: Sizes,
+    *,
+    tile: str = prefill.CHUNK_TILES[0],
+) -> Result:
+    """The chunked form by our kernels on a GPU, for more than 8 rows of 16 bits and heads of 128; else by products.
+
+    tile: one of the kernels' tiles; products have none.
+    """
+    arguments = (qkv, z, b, a, conv, state, w, sizes)
+    fits = qkv.dtype != mx.float32 and sizes[1] == sizes[3] == kernels.DIM and w.conv.shape[1] == 4
+    if device_kind() == "cpu" or qkv.shape[1] <= DECODE_ROWS or not fits:
+        return gated_delta_products(*arguments)
+    return prefill.chunked(*arguments, tile=tile)
+
+
+def gated_delta_registers(
+    qkv: mx.array,
+    z: mx.array,
+    b: mx.array,
+    a: mx.array,
+    conv: Rows,
+    state: mx.array,
+    w: GatedDelta,
+    sizes: Sizes,
+    *,
+    columns: int = 8,
+    tile: str = prefill.SCAN_TILES[0],
+) -> Result:
+    """Row by row with the state in registers: up to 8 rows in one launch, more as a scan between two others.
+
+    columns: value columns of a simdgroup for few rows. tile: one of the scan's, for many.
+    """
+    arguments = (qkv, z, b, a, conv, state, w, sizes)
+    if qkv.shape[1] <= DECODE_ROWS:
+        return kernels.gated_delta_metal(*arguments, columns=columns)
+    return prefill.scan(*arguments, tile=tile)
 
 
 def _fast_supports(case: Case | None, device: str) -> str | None:
     if device == "cpu":
         return "MLX's gated_delta_update kernel needs a GPU; on a CPU MLX composes it token by token"
     return None
+
+
+def _products_supports(case: Case | None, device: str) -> str | None:
+    return "on a CPU these are what `chunked` runs" if device == "cpu" else None
 
 
 def _inputs(case: Case, dtype: mx.Dtype, seed: int):
@@ -322,13 +374,27 @@ GATED_DELTA = declare(
                 Variant("reference", gated_delta_reference, "float32 throughout, token by token"),
                 Variant("recurrence", _layer(_recurrence), "the recurrence in mx ops, token by token"),
                 Variant("mlx", _layer(_fast), "mx.fast.gated_delta_update", _fast_supports),
-                Variant("chunked", gated_delta_chunked, "WY form: chunks of 64 rows as matrix products"),
+                Variant(
+                    "products",
+                    gated_delta_products,
+                    "WY form: chunks of 64 rows as matrix products of mx ops",
+                    _products_supports,
+                ),
+                Variant(
+                    "chunked",
+                    gated_delta_chunked,
+                    "WY form: our kernels on matrix units for many 16-bit rows on a GPU, else as products",
+                    tiles=prefill.CHUNK_TILES,
+                ),
                 Variant(
                     "registers",
-                    kernels.gated_delta_metal,
-                    "our kernel: all in one launch, the state in registers, one text for Metal and CUDA",
+                    gated_delta_registers,
+                    "our kernels: the state in registers from row to row, one text for Metal and CUDA",
                     kernels.supports,
-                    space=tuple({"columns": columns} for columns, _ in kernels.NORMED_TILES),
+                    space=(
+                        *({"columns": columns} for columns, _ in kernels.NORMED_TILES),
+                        *({"tile": tile} for tile in prefill.SCAN_TILES),
+                    ),
                 ),
             )
         },
@@ -344,12 +410,12 @@ GATED_DELTA = declare(
         ),
         inputs=_inputs,
         timing=geometry.gated_delta,
-        # Off Metal MLX's op runs at 5 tokens per millisecond and layer; the chunked form is plain products. On a CPU a
-        # single row is cheaper as elementwise passes than as 32 small matrix-vector products.
+        # Off Metal MLX's op runs at 5 tokens per millisecond and layer. On a CPU a single row is cheaper as elementwise
+        # passes than as 32 small matrix-vector products.
         order=same_order(
             ("mlx", "chunked"),
             cuda_decode=("chunked",),
-            cuda_prefill=("chunked",),
+            cuda_prefill=("products",),
             cpu_decode=("recurrence",),
             cpu_prefill=("chunked",),
         ),
