@@ -109,7 +109,7 @@ _HOST_READS = (
     Need("prefill.submission", ("chunk",), "layer"),
     Need("decode.trace", ("best", "step", "layer"), "eager"),
 )
-_OWN_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx", "matmul"), "metal"),)
+_OWN_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx", "matmul", "gathered"), "metal"),)
 _SPLITTING_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx"), "matmul"),)
 _OWN_EXPERTS = (Need("experts.variant", ("reference", "mlx", "expanded", "grouped"), "best"),)
 # A folded step takes the place of these ops' own variants, so none may be named but those that it holds.
@@ -121,9 +121,10 @@ _FOLDED_STEP = (
     Need("gated_delta", ("recurrence", "reference", "mlx", "chunked"), "best"),
     Need("head", ("mlx", "reference"), "best"),
 )
+# By name: the best reader of pages is another one than the best reader of a contiguous cache.
 _PAGE_READERS = (
-    Need("decode_attention.variant", ("reference", "mlx", "matmul"), "best"),
-    Need("prefill_attention", ("reference", "mlx", "tiled"), "best"),
+    Need("decode_attention.variant", ("best", "reference", "mlx", "matmul"), "metal"),
+    Need("prefill_attention", ("best", "reference", "mlx", "tiled"), "gathered"),
 )
 
 
@@ -561,15 +562,19 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         "this variant reads keys and values as one contiguous array",
     ),
     Impossible(
+        {"cache.layout": ("paged",), "decode_attention.lanes": ("tiles", "tiles_ahead")},
+        "matrix tiles read keys and values as one contiguous array",
+    ),
+    Impossible(
         {"decode_attention.split": _OWN, "decode_attention.variant": ("reference", "mlx")},
         "this variant decides by itself how keys are divided",
     ),
     Impossible(
-        {"decode_attention.heads": _OWN, "decode_attention.variant": ("reference", "mlx", "matmul")},
+        {"decode_attention.heads": _OWN, "decode_attention.variant": ("reference", "mlx", "matmul", "gathered")},
         "this variant does not let the number of heads a fetch serves be chosen",
     ),
     Impossible(
-        {"decode_attention.lanes": _OWN, "decode_attention.variant": ("reference", "mlx", "matmul")},
+        {"decode_attention.lanes": _OWN, "decode_attention.variant": ("reference", "mlx", "matmul", "gathered")},
         "this variant does not let the order of reads be chosen",
     ),
     Impossible(

@@ -272,7 +272,7 @@ class DecodeAttentionConfig:
 
 @dataclass
 class CacheConfig:
-    """Layout of keys and values: ``"contiguous"`` (grows by `step` positions) or ``"paged"`` (pages of 256 positions)."""
+    """Layout of keys and values: ``"contiguous"``, growing by `step` positions, or ``"paged"``, by pages of 256."""
 
     layout: Literal["contiguous", "paged"] = "contiguous"
     step: int = 256

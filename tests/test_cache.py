@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.cache import Cache, CacheError, bucket_for
-from engine.config import DecodeConfig, EngineConfig
+from engine.cache import Cache, CacheError, PagedCache, bucket_for
+from engine.config import CacheConfig, DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.generate import Engine
 from engine.synthetic import make_weights, tiny_config
 
@@ -120,3 +120,99 @@ def test_state_is_float32_whatever_the_activation_type():
     cache = Cache(TINY, mx.bfloat16)
     assert {a.dtype for a in cache.state["recurrent"]} == {mx.float32}
     assert {a.dtype for rows in cache.state["conv"] for a in rows} == {mx.bfloat16}
+
+
+def paged(trace: str = "eager", **fields) -> Engine:
+    config = EngineConfig(decode=DecodeConfig(trace=trace), cache=CacheConfig(layout="paged"), **fields)
+    return Engine(TINY, make_weights(TINY, 0, dtype=mx.float32), config)
+
+
+def scramble(engine: Engine) -> None:
+    """Another order of the pool's pages, with what they hold."""
+    cache = engine.cache
+    assert isinstance(cache, PagedCache)
+    pages = cache.pooled // 256
+    order = np.random.default_rng(5).permutation(pages)
+    for name in ("keys", "values"):
+        for i, pool in enumerate(cache.state[name]):
+            cut = pool.reshape(1, pool.shape[1], pages, 256, -1)
+            cache.state[name][i] = mx.contiguous(cut[:, :, mx.array(np.argsort(order))]).reshape(pool.shape)
+    cache.state["pages"] = mx.array([*order.tolist(), *cache.state["pages"].tolist()[pages:]], dtype=mx.int32)
+
+
+def some_state(positions: int) -> dict[str, mx.array]:
+    """A canonical state of that length, of random numbers."""
+    shapes = {
+        "keys": (len(TINY.attention_layers), TINY.num_key_value_heads, positions, TINY.head_dim),
+        "state": (
+            len(TINY.linear_layers),
+            TINY.linear_num_value_heads,
+            TINY.linear_value_head_dim,
+            TINY.linear_key_head_dim,
+        ),
+        "conv": (len(TINY.linear_layers), TINY.linear_conv_kernel_dim - 1, TINY.conv_dim),
+    }
+    shapes["values"] = shapes["keys"]
+    return {name: mx.random.normal(shape, key=mx.random.key(i)) for i, (name, shape) in enumerate(shapes.items())}
+
+
+@pytest.mark.parametrize("trace", ["eager", "layer", "step"])
+def test_pages_in_any_order_give_what_a_contiguous_cache_gives(engine, trace):
+    """From the pool into an extension: a pass with rows on both sides of the seam, steps before and behind it."""
+    pages = paged(trace)
+    made = []
+    for each in (engine, pages):
+        each.reset()
+        each.import_state(some_state(507))
+        if each is pages:
+            scramble(pages)
+        tokens = each.decode(5, 3)
+        each.prefill(C[:6], last=False)
+        made.append((tokens, each.decode(7, 2)))
+    assert isinstance(pages.cache, PagedCache)
+    assert made[0] == made[1]
+    assert equal(pages.export_state(), engine.export_state())
+    assert pages.cache.capacity > pages.cache.pooled == 512
+    assert {line["variant"] for line in pages.executed() if line["op"].endswith("attention")} == {"gathered"}
+
+
+def test_growth_by_pages_leaves_the_others_where_they_are():
+    cache = PagedCache(TINY, mx.float32)
+    cache.reserve(300)
+    assert (cache.capacity, cache.pooled) == (512, 512)
+    before = list(cache.state["keys"])
+    cache.reserve(513)
+    assert (cache.capacity, cache.pooled) == (768, 512)
+    assert all(a is b for a, b in zip(before, cache.state["keys"], strict=True))
+    cache.reserve(769)
+    assert (cache.capacity, cache.pooled) == (1024, 768)
+    assert cache.state["pages"].tolist() == [0, 1, 2, -1]
+
+
+def test_pages_are_restored_exported_and_loaded_like_a_contiguous_cache(engine):
+    pages = paged()
+    engine.reset()
+    state = some_state(600)
+    for each in (engine, pages):
+        each.import_state(state)
+    snapshot = pages.snapshot()
+    assert equal(pages.export_state(), state)
+    pages.decode(3, 3)
+    pages.restore(snapshot)
+    assert equal(pages.export_state(), state)
+    assert np.array_equal(np.array(pages.logits(C)), np.array(engine.logits(C)))
+    pages.reset()
+    assert pages.prefill(C[:9]) == paged().prefill(C[:9])
+
+
+def test_drafts_are_verified_over_pages():
+    """Verifications of several rows whose place is on the device, on both sides of the seam too."""
+    tokens, scores = C[:16], []
+    for layout in ("contiguous", "paged"):
+        drafting = SpeculativeConfig(drafter="ngram", depth=3)
+        config = EngineConfig(decode=DecodeConfig(trace="step"), cache=CacheConfig(layout=layout), speculative=drafting)
+        made = Engine(TINY, make_weights(TINY, 0, dtype=mx.float32), config)
+        made.import_state(some_state(507))
+        scores.append(np.array(made.logits(tokens, phase="decode")))
+        assert any(line["op"] == "verify" for line in made.executed())
+    assert np.array_equal(*scores)
