@@ -10,7 +10,7 @@ import psutil
 import pytest
 from scipy import stats
 
-from engine.config import DecodeConfig, EngineConfig, PrefillConfig
+from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, PrefillConfig
 from engine.generate import MOST_TRACES, Engine, NonFinite, Sampling, sample
 from engine.synthetic import make_weights, tiny_config
 
@@ -180,3 +180,19 @@ def test_the_smallest_settings_are_greedy(how):
 def test_an_infinite_temperature_is_refused():
     with pytest.raises(ValueError, match="finite"):
         Sampling(float("inf"))
+
+
+def test_a_split_changes_once_with_the_context_and_costs_no_trace(weights):
+    """Blocks from `min_context` on: the record says which ran, and a bucket is traced once as ever."""
+    attention = DecodeAttentionConfig("matmul", split="blocks", blocks=4, min_context=512)
+    engine = make(weights, decode=DecodeConfig(trace="step"), decode_attention=attention)
+    plain = make(weights, decode=DecodeConfig(trace="step"))
+    made = []
+    for each in (engine, plain):
+        each.cache.reserve(300)
+        each.cache.seek(252)
+        made.append(each.decode(3, 8))
+    assert made[0] == made[1]
+    lines = [line for line in engine.executed() if line["op"] == "decode_attention"]
+    assert {line["tile"]: line["calls"] for line in lines} == {"chunks": 4, "blocks": 4}
+    assert len(engine._steps) == len(plain._steps) == 2

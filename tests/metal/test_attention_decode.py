@@ -298,6 +298,25 @@ def test_settings_of_the_config_reach_the_kernel(device, ready, monkeypatch):
     assert bound.recorder.executed()[0]["tile"] == "chunks heads 4 lanes apart"
 
 
+@pytest.mark.parametrize(("shown", "chunk"), [(300, attention.CHUNK), (600, 0)])
+def test_blocks_apply_from_min_context_on(shown, chunk, monkeypatch):
+    config = EngineConfig(
+        decode_attention=DecodeAttentionConfig("metal", split="blocks", blocks=BLOCKS, min_context=512)
+    )
+    seen: list[Launch] = []
+    simulated = Simulator()
+
+    def launch(call: Launch) -> list[mx.array]:
+        seen.append(call)
+        return simulated.launch(call)
+
+    monkeypatch.setattr(loader, "launch", launch)
+    given = arguments((1, shown, 1, -1, 0), mx.bfloat16)
+    out = bind(config, "cuda").decode_attention(*given, rows=1)
+    assert relative_rms(out, OP.reference.run(*given)) <= OP.tolerance["bfloat16"]
+    assert dict(seen[0].template)["CHUNK"] == chunk
+
+
 def test_a_step_is_two_launches_or_one_where_nothing_is_split(monkeypatch):
     def counts(size: int) -> dict[str, set[int]]:
         made: dict[str, set[int]] = {}
