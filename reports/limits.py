@@ -11,7 +11,7 @@ from engine.config import ModelConfig
 from reports import facts, text
 from reports.cells import PHASES, Cell, Study
 from reports.tables import Column, Table
-from sweeps.forecast import least_by_op
+from sweeps.least import least_by_op
 from sweeps.ledger import LAUNCHES
 from sweeps.rows import RunRow
 
@@ -242,10 +242,11 @@ def _geometries(study: Study) -> list[tuple[str, ModelConfig, int, int | None]]:
     found: dict[str, tuple[str, ModelConfig, int, int | None]] = {}
     for job in study.rows.jobs:
         model = job.get("model") or {}
-        try:
-            config = ModelConfig(**(model.get("config") or {"": None}))
-        except TypeError:
+        sizes: dict[str, Any] = model.get("config") or {}
+        # A plan of another version may hold other sizes.
+        if not sizes or not sizes.keys() <= ModelConfig.__dataclass_fields__.keys():
             continue
+        config = ModelConfig(**sizes)
         weights = facts.finite(model.get("weights_bytes"))
         itemsize = floats.get(str(job.get("run_id")), 2)
         entry = (text.plain(model.get("name")), config, itemsize, int(weights) if weights else None)

@@ -444,7 +444,9 @@ class Session:
     def _launches(self) -> None:
         """Rows on what a decode step launches, once a job, after the last window: a profiler may slow what follows."""
         counter = self.tools.launches
-        for live in self.live if counter and self.session == 0 else ():
+        if counter is None or self.session:
+            return
+        for live in self.live:
             points = [
                 point
                 for point in self.job.points

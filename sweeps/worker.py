@@ -248,14 +248,14 @@ def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | N
     """Bytes and operations that a window must at least move and do, from the geometry."""
     if shared is None:
         return lambda point: (None, None)
-    from sweeps import forecast
+    from sweeps.least import least_work
 
     config: ModelConfig = shared.config
     itemsize = shared.dtype.size
     weights = job.model.get("weights_bytes")
 
     def least(point: Point) -> tuple[int | None, int | None]:
-        return forecast.least_work(config, point.phase, point.frontier, point.decode_tokens, itemsize, weights)
+        return least_work(config, point.phase, point.frontier, point.decode_tokens, itemsize, weights)
 
     return least
 

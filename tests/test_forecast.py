@@ -16,11 +16,10 @@ from sweeps.forecast import (
     cpu,
     cuda,
     largest_frontier,
-    least_work,
     memory,
     this_machine,
-    token_bytes,
 )
+from sweeps.least import least_by_op, least_work, token_bytes
 from sweeps.points import FRONTIERS, Arm, Job, Point
 
 REAL = ModelConfig()
@@ -45,6 +44,18 @@ def test_least_work_of_a_prefill_reads_the_weights_once_at_any_length():
     assert long[0] == pytest.approx(every + 20_480 * 131_072, rel=0.01)
     assert least_work(REAL, "prefill", 1)[0] == pytest.approx(least_work(REAL, "decode", 1, 1)[0], rel=0.05)
     assert long[1] > 512 * short[1]
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_least_work_by_op_adds_up(phase):
+    for frontier in (1, 256, 131_072):
+        by_op = least_by_op(REAL, phase, frontier)
+        total = least_work(REAL, phase, frontier, 1)
+        assert [round(sum(x)) for x in zip(*by_op.values())] == pytest.approx(total, rel=1e-9)
+    # Half of a token's bytes that are not experts' are projections; the head is an eighth and more at any length.
+    assert by_op["linear"][0] == pytest.approx(721_797_120)
+    assert by_op["head"] == (286_064_640, 2 * 248_320 * 2048)
+    assert by_op["attention"][0] == pytest.approx(20_480 * 131_072, rel=1e-3)
 
 
 def test_ceilings_of_this_cpu_are_plausible():
