@@ -99,7 +99,7 @@ for (uint tile = first_tile + thread_index_in_threadgroup; tile < end_tile; tile
 //
 // A simdgroup has LEFT tiles of weights of its own, 16 rows of the matrix each, as the left side of products with all of
 // the threadgroup's rows of x: codes go from device memory to where the tile's lanes need them and are expanded there. A
-// lane reads 32 weights of a row together, so the order of the inputs in a tile is another: inputs 8w + i and 8w + i + 4
+// lane reads 32 weights of a row together, so the order of the inputs in a tile is another: inputs 8 · w + i and 8 · w + i + 4
 // of the 32 (w = 0 … 3, i = 0 … 3) are neighbours. Rows of x go through threadgroup memory in that order, DEPTH inputs at
 // a time in two buffers, as blocks of 8 × 8 for each tile. Inputs past the end are zeros; rows past it are copies of the
 // last, as are rows of weights, and not stored. Codes are asked for 128 inputs ahead.

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -14,11 +15,12 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import GROUP_SIZE
+from engine.device import second_stream
 from engine.kernels import experts as kernels
 from engine.kernels import experts_prefill
 from engine.ops import geometry
 from engine.ops.linear import linear_expanded, linear_mlx, linear_reference, packed
-from engine.ops.registry import Case, Op, Variant, declare, same_order
+from engine.ops.registry import DECODE_ROWS, Case, Op, Variant, declare, same_order
 from engine.ops.route import Routing, route_reference
 from engine.weights import Experts, Matrix
 
@@ -36,10 +38,14 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
-def shared_expert(x: mx.array, w: Experts, product: Product) -> mx.array:
-    """The expert every row passes, scaled by its own sigmoid gate: ``[1, rows, hidden]``."""
-    hidden = swiglu(product(x, w.shared_gate_proj), product(x, w.shared_up_proj))
-    return mx.sigmoid(product(x, w.shared_gate)) * product(hidden, w.shared_down_proj)
+def shared_expert(x: mx.array, w: Experts, product: Product, shared: str = "after") -> mx.array:
+    """The expert every row passes, scaled by its own sigmoid gate: ``[1, rows, hidden]``.
+
+    shared: ``after`` the routed experts, or ``beside`` them, on a stream of the device of its own.
+    """
+    with mx.stream(second_stream()) if shared == "beside" else nullcontext():
+        hidden = swiglu(product(x, w.shared_gate_proj), product(x, w.shared_up_proj))
+        return mx.sigmoid(product(x, w.shared_gate)) * product(hidden, w.shared_down_proj)
 
 
 def _combine(rows: mx.array, weights: mx.array) -> mx.array:
@@ -112,17 +118,17 @@ def _take(array: mx.array | None, ids: mx.array) -> mx.array | None:
     return None if array is None else array[ids]
 
 
-def experts_mlx(x: mx.array, routing: Routing, w: Experts) -> mx.array:
+def experts_mlx(x: mx.array, routing: Routing, w: Experts, *, shared: str = "after") -> mx.array:
     """MLX's gathered packed products (`mx.gather_qmm`), rows sorted by expert."""
-    return _gathered(x, routing, w, _gather_packed) + shared_expert(x, w, linear_mlx)
+    return _gathered(x, routing, w, _gather_packed) + shared_expert(x, w, linear_mlx, shared)
 
 
-def experts_expanded(x: mx.array, routing: Routing, w: Experts) -> mx.array:
+def experts_expanded(x: mx.array, routing: Routing, w: Experts, *, shared: str = "after") -> mx.array:
     """Expand the stacks into arrays once per use, then MLX's gathered dense products."""
-    return _gathered(x, routing, w, _gather_expanded) + shared_expert(x, w, linear_expanded)
+    return _gathered(x, routing, w, _gather_expanded) + shared_expert(x, w, linear_expanded, shared)
 
 
-def experts_grouped(x: mx.array, routing: Routing, w: Experts) -> mx.array:
+def experts_grouped(x: mx.array, routing: Routing, w: Experts, *, shared: str = "after") -> mx.array:
     """Rows grouped on the host, then one expanded dense product per expert; a single row is gathered instead.
 
     The form for a device whose dense product is far faster than its packed one and where a host read is cheap.
@@ -142,7 +148,7 @@ def experts_grouped(x: mx.array, routing: Routing, w: Experts) -> mx.array:
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
     routed = mx.concatenate(out)[mx.array(inverse.astype(np.uint32))].reshape(rows, k, -1)
-    return _combine(routed, routing.weights) + shared_expert(x, w, linear_expanded)
+    return _combine(routed, routing.weights) + shared_expert(x, w, linear_expanded, shared)
 
 
 def experts_metal(x: mx.array, routing: Routing, w: Experts, **tiles: tuple[int, int]) -> mx.array:
@@ -152,13 +158,19 @@ def experts_metal(x: mx.array, routing: Routing, w: Experts, **tiles: tuple[int,
 
 
 def experts_packed(x: mx.array, routing: Routing, w: Experts, tile: str = "best") -> mx.array:
-    """Our kernels for many rows: grouped on the device, packed products by matrix units, one sum with the shared expert.
+    """Our kernels for many rows: grouped on the device, packed products by matrix units, one sum at the end.
 
     Raises:
         KernelError: float32 activations, a packing the kernels do not read, or a tile that does not exist.
     """
     logit = linear_mlx(x, w.shared_gate)
     return experts_prefill.experts_packed(x, routing.ids, routing.weights, w, logit=logit, tile=tile)
+
+
+def _shared_settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
+    """Streams are for passes of many rows: in a step of a few the waits between them cost more than they hide."""
+    beside = settings.get("shared") == "beside" and arguments[0].shape[1] > DECODE_ROWS
+    return {"shared": "beside"} if beside else {}
 
 
 def _settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
@@ -226,12 +238,26 @@ EXPERTS = declare(
                     "every chosen expert on every row in float32, masked",
                     reads_host=True,
                 ),
-                Variant("mlx", experts_mlx, "mx.gather_qmm on packed weights, rows sorted by expert"),
-                Variant("expanded", experts_expanded, "stacks expanded into arrays, then mx.gather_mm"),
+                Variant(
+                    "mlx",
+                    experts_mlx,
+                    "mx.gather_qmm on packed weights, rows sorted by expert",
+                    settings=("shared",),
+                    settled=_shared_settled,
+                ),
+                Variant(
+                    "expanded",
+                    experts_expanded,
+                    "stacks expanded into arrays, then mx.gather_mm",
+                    settings=("shared",),
+                    settled=_shared_settled,
+                ),
                 Variant(
                     "grouped",
                     experts_grouped,
                     "rows grouped on the host, one dense product per expert",
+                    settings=("shared",),
+                    settled=_shared_settled,
                     reads_host=True,
                 ),
                 Variant(

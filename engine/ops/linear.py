@@ -67,7 +67,7 @@ LINEAR = declare(
                 Variant(
                     "packed",
                     experts_prefill.linear_packed,
-                    "our kernel for many rows: weights expanded in registers, matrix units, one text for Metal and CUDA",
+                    "our kernel for many rows: weights expanded in registers, by matrix units, for Metal and CUDA",
                     supports=experts_prefill.supports,
                     tiles=tuple(experts_prefill.TILES),
                 ),
@@ -84,8 +84,8 @@ LINEAR = declare(
         ),
         inputs=_linear_inputs,
         timing=geometry.linear,
-        # On a CPU the packed product runs at about 1.5 GFLOP/s whatever the rows, a BLAS product at 50. On CUDA the dense
-        # product is several times as fast as MLX's packed one, and pays for expanding from a few hundred rows on.
+        # On a CPU the packed product runs at about 1.5 GFLOP/s whatever the rows, a BLAS product at 50. On CUDA MLX's
+        # dense product is several times as fast as its packed one.
         order=same_order(("mlx",), cpu_prefill=("expanded",), cuda_prefill=("expanded", "packed", "mlx")),
         tolerance={"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3},
         least_bytes=lambda c: (
