@@ -148,10 +148,10 @@ def read(paths: Sequence[Path], key: str) -> Tuned:
             told = json.loads(path.read_text(encoding="utf-8"))
             if told["format"] != FORMAT:
                 raise ValueError(f"format {told['format']}")
-            entry = told["models"].get(key)
-            if entry is None:
+            found = told["models"].get(key)
+            if found is None:
                 continue
-            made, own, void = _entry(entry)
+            made, own, void = unpack(found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"{path} cannot be used ({error}): make it again with  python -m sweeps tune")
             continue
@@ -162,7 +162,7 @@ def read(paths: Sequence[Path], key: str) -> Tuned:
     return Tuned(choices, step.get("fusion"), step.get("trace"), step.get("costs"), tuple(notes), tuple(used))
 
 
-def _entry(entry: Mapping[str, Any]) -> tuple[dict[str, tuple[Choice, ...]], dict[str, Any], list[str]]:
+def unpack(entry: Mapping[str, Any]) -> tuple[dict[str, tuple[Choice, ...]], dict[str, Any], list[str]]:
     """Choices by op, the step's, and a note for every part that no longer holds."""
     if entry["mlx"] != mlx_version():
         return {}, {}, [f"measured with MLX {entry['mlx']}, this is {mlx_version()}: tune again"]

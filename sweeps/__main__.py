@@ -7,6 +7,7 @@
     python -m sweeps suite=quick                           a list of questions, in parts if part= is said, one report
     python -m sweeps … dry_run=true                        the plan, minutes and memory; measures nothing
     python -m sweeps calibrate                             how large a difference this machine makes up by itself
+    python -m sweeps tune [model=NAME] [budget=5m]         variants and tiles for this chip, into the user's folder
     python -m sweeps pack RUN [FILE]                       a run folder as one file
     python -m sweeps unpack FILE [FOLDER]                  and back, under reports/runs
 
@@ -71,7 +72,7 @@ def command(words: Sequence[str]) -> int:
     if line.command == "unpack":
         return _unpack(line)
     if line.command == "tune":
-        raise UsageError("tune: this build has no kernels with tiles to choose from yet; nothing to tune")
+        return _tune(line)
     if line.command == "calibrate":
         line = CommandLine("run", ("sweep=calibrate", *line.overrides), line.multirun)
     if line.launcher:
@@ -176,6 +177,14 @@ def _check_disk(run_dir: Path) -> None:
             f"only {free / 1e6:.0f} MB are free in {existing}, a run may need {FREE_BYTES / 1e6:.0f} MB: "
             "free some or give run_dir= on another disk"
         )
+
+
+def _tune(line: CommandLine) -> int:
+    from sweeps import tune
+
+    if line.multirun:
+        raise UsageError("tune measures one model at a time: leave -m out")
+    return tune.tune(line.overrides)
 
 
 def _pack(line: CommandLine) -> int:
