@@ -121,6 +121,11 @@ _FOLDED_STEP = (
     Need("gated_delta", ("recurrence", "reference", "mlx", "chunked"), "best"),
     Need("head", ("mlx", "reference"), "best"),
 )
+# By name: the best experts may be kernels in which the shared expert is one more of the routed ones.
+_SEPARATE_SHARED_EXPERT = (
+    Need("experts.variant", ("best", "reference", "metal", "packed"), "mlx"),
+    Need("experts.tile", ("16", "32", "64", "128"), "best"),
+)
 # By name: the best reader of pages is another one than the best reader of a contiguous cache.
 _PAGE_READERS = (
     Need("decode_attention.variant", ("best", "reference", "mlx", "matmul"), "metal"),
@@ -302,7 +307,8 @@ _ALL = (
         "off",
         "beside",
         {"off": {"overlap": False}, "beside": {"overlap": True}},
-        {},
+        {"every": _SEPARATE_SHARED_EXPERT},
+        "prefill",
     ),
 )
 
@@ -580,6 +586,10 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(
         {"experts.tile": _OWN, "experts.variant": ("reference", "mlx", "expanded", "grouped")},
         "this variant does not let the tile be chosen",
+    ),
+    Impossible(
+        {"overlap": (True,), "experts.variant": ("reference", "metal", "packed")},
+        "this variant has no shared expert of its own to put beside the others",
     ),
     Impossible(
         {"decode.fusion": ("partial", "full"), "linear": ("reference", "expanded")},

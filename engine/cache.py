@@ -219,7 +219,8 @@ class Cache:
         self.reserve(max(n, 1))
         place = self.place(n)
         for i in range(len(self.attention_index)):
-            self.write(i, *(arrays[name][i][None].astype(self.dtype) for name in ("keys", "values")), place)
+            k, v = (arrays[name][i][None].astype(self.dtype) for name in ("keys", "values"))
+            self.write(i, k, v, place)
         for i in range(len(self.state["recurrent"])):
             # Contiguous copies: a slice would keep the whole stacked array alive.
             self.state["recurrent"][i] = mx.contiguous(arrays["state"][i][None].astype(mx.float32))

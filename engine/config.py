@@ -329,6 +329,7 @@ class SpeculativeConfig:
 class EngineConfig:
     """Every optimisation of the engine. The default is `engine=full`: everything on, ``best``.
 
+    overlap: in passes of many rows the shared expert runs beside the routed ones, on a stream of its own.
     A variant field names a variant of the op or ``"best"``. A named variant that cannot run on the
     device raises with its reason; it never falls back.
     """

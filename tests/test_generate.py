@@ -10,8 +10,10 @@ import psutil
 import pytest
 from scipy import stats
 
-from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, PrefillConfig
+from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, ExpertsConfig, PrefillConfig
+from engine.device import second_stream
 from engine.generate import MOST_TRACES, Engine, NonFinite, Sampling, sample
+from engine.ops import VariantUnsupported, experts
 from engine.synthetic import make_weights, tiny_config
 
 TINY = tiny_config(4)
@@ -196,3 +198,29 @@ def test_a_split_changes_once_with_the_context_and_costs_no_trace(weights):
     lines = [line for line in engine.executed() if line["op"] == "decode_attention"]
     assert {line["tile"]: line["calls"] for line in lines} == {"chunks": 4, "blocks": 4}
     assert len(engine._steps) == len(plain._steps) == 2
+
+
+@pytest.mark.parametrize("variant", ["best", "mlx", "expanded"])
+def test_the_shared_expert_beside_the_others_changes_nothing(weights, variant, monkeypatch):
+    """In passes of many rows, on a stream of its own; a step of one row has nothing to hide it behind."""
+    made, streams = [], []
+    monkeypatch.setattr(experts, "second_stream", lambda: streams.append(second_stream()) or streams[-1])
+    for overlap in (False, True):
+        engine = make(weights, overlap=overlap, experts=ExpertsConfig(variant))
+        first = engine.prefill(IDS)
+        made.append([first, *engine.decode(first, 4), np.array(engine.logits(IDS[:20])).tobytes()])
+        lines = [line for line in engine.executed() if line["op"] == "experts"]
+    assert made[0] == made[1]
+    beside = {line["tile"]: line["calls"] for line in lines}
+    assert set(streams) == {second_stream()} and second_stream() != mx.default_stream(mx.default_device())
+    assert len(streams) == 2 * TINY.num_hidden_layers
+    assert beside == {"shared beside": 2 * TINY.num_hidden_layers, "": 4 * TINY.num_hidden_layers}
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [(ExpertsConfig("reference"), "take mlx, expanded, grouped"), (ExpertsConfig(tile="32x64"), "tile")],
+)
+def test_experts_that_cannot_be_split_are_not_overlapped(weights, named, said):
+    with pytest.raises(VariantUnsupported, match=said):
+        make(weights, overlap=True, experts=named)

@@ -127,7 +127,6 @@ def test_every_op_has_a_best_variant_on_every_device(device):
         ("decode_attention.split", "blocks"),
         ("decode_attention.split", "halves"),
         ("cache.layout", "paged"),
-        ("overlap", True),
         ("experts.tile", "64x64"),
         ("decode.fusion", "full"),
     ],

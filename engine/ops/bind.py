@@ -130,10 +130,10 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
     measured = {} if tuned is None else _applicable(config, device, tuned)
     paged = config.cache.layout == "paged"
 
-    def one(name: str, wanted: str, tiled: str | None = None, **settings: Any) -> BoundOp:
+    def one(name: str, wanted: str, told: str | None = None, **settings: Any) -> BoundOp:
         op = OPS[name]
         decode = op.choose(wanted, device, "decode", paged)
-        prefill = op.choose(tiled or wanted, device, "prefill", paged)
+        prefill = op.choose(told or wanted, device, "prefill", paged)
         return BoundOp(
             op,
             decode,
@@ -151,7 +151,13 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
         # Norms follow the products: a reference engine is a reference throughout.
         norm=one("norm", "reference" if config.linear == "reference" else "mlx"),
         route=one("route", config.route),
-        experts=one("experts", config.experts.variant, _tiled_experts(config, device), tile=config.experts.tile),
+        experts=one(
+            "experts",
+            config.experts.variant,
+            _overlapping_experts(config, device) or _tiled_experts(config, device),
+            tile=config.experts.tile,
+            shared="beside" if config.overlap else "after",
+        ),
         decode_attention=one("decode_attention", attention.variant, **_attention_settings(attention, device, paged)),
         prefill_attention=one("prefill_attention", config.prefill_attention),
         gated_delta=one("gated_delta", config.gated_delta),
@@ -161,8 +167,6 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
         fusion_chosen="" if config.decode.fusion != "best" else "tuned" if tuned and tuned.fusion else "untuned",
     )
     _check_speculative(config)
-    if config.overlap:
-        raise VariantUnsupported("overlap", "on", "this build runs the phases of a layer in order")
     return bound
 
 
@@ -186,13 +190,34 @@ def _tiled_experts(config: EngineConfig, device: str) -> str | None:
     return variant.name
 
 
+def _overlapping_experts(config: EngineConfig, device: str) -> str | None:
+    """The variant for many rows that runs the shared expert beside the routed ones, or None if that was not asked for.
+
+    Raises:
+        VariantUnsupported: the variant that was named runs them together or one after the other.
+    """
+    if not config.overlap:
+        return None
+    op, wanted = OPS["experts"], config.experts.variant
+    takers = [variant.name for variant in op.variants.values() if "shared" in variant.settings]
+    if config.experts.tile != "best":
+        reason = "kernels with tiles do the shared expert in the launches of the others; leave experts.tile at best"
+        raise VariantUnsupported("overlap", "on", reason)
+    if wanted == "best":
+        return next(name for name in (*op.order[device, "prefill"], *takers) if name in takers)
+    if wanted not in takers:
+        reason = f"experts={wanted} has no shared expert of its own to put beside; take {', '.join(takers)}"
+        raise VariantUnsupported("overlap", "on", reason)
+    return wanted
+
+
 def _applicable(config: EngineConfig, device: str, tuned: Tuned) -> dict[str, tuple[Choice, ...]]:
     """Tuned choices by op, but for ops of which a setting was named, and for variants that do not run here."""
     named = set()
     attention = dataclasses.replace(config.decode_attention, variant="best")
     if attention != DecodeAttentionConfig() or config.cache.layout != "contiguous":
         named |= {"decode_attention", "prefill_attention"}
-    if config.experts.tile != "best":
+    if config.experts.tile != "best" or config.overlap:
         named.add("experts")
     made = {}
     for name, choices in tuned.choices.items():
