@@ -98,7 +98,7 @@ def rate(study: Study, phase: Phase) -> Plot:
     """Tokens a second against context, a line per arm, its 10th to 90th percentile as a band."""
     lines = {arm: study.line(arm, phase) for arm in _arms(study)}
     lines = {arm: line for arm, line in lines.items() if line}
-    canvas = _Canvas(f"rate-{phase}", f"{phase.capitalize()} rate by context", study.frontiers[phase])
+    canvas = Canvas(f"rate-{phase}", f"{phase.capitalize()} rate by context", study.frontiers[phase])
     axes = canvas.axes
     axes.set_ylabel("tokens a second")
     for i, (arm, line) in enumerate(lines.items()):
@@ -111,7 +111,7 @@ def rate(study: Study, phase: Phase) -> Plot:
 def limit(study: Study) -> Plot:
     """Least bytes over time while decoding, with the memory bandwidth of the device where the rows hold it."""
     lines = {arm: line for arm in _arms(study) if (line := study.line(arm, "decode"))}
-    canvas = _Canvas("limit-decode", "Decode: least bytes over time", study.frontiers["decode"])
+    canvas = Canvas("limit-decode", "Decode: least bytes over time", study.frontiers["decode"])
     canvas.axes.set_ylabel("GB/s")
     for i, (arm, line) in enumerate(lines.items()):
         canvas.curve(i, arm, line, _gigabytes)
@@ -133,7 +133,7 @@ def limit(study: Study) -> Plot:
 def compute(study: Study) -> Plot:
     """Least arithmetic over time while prefilling."""
     lines = {arm: line for arm in _arms(study) if (line := study.line(arm, "prefill"))}
-    canvas = _Canvas("limit-prefill", "Prefill: least arithmetic over time", study.frontiers["prefill"])
+    canvas = Canvas("limit-prefill", "Prefill: least arithmetic over time", study.frontiers["prefill"])
     canvas.axes.set_ylabel("TFLOP/s")
     for i, (arm, line) in enumerate(lines.items()):
         canvas.curve(i, arm, line, _teraflops)
@@ -164,7 +164,7 @@ def _ratio_page(study: Study, phase: Phase, groups: dict[str, list[Result]], pag
     suffix = f" ({page + 1} of {of})" if of > 1 else ""
     frontiers = sorted({*study.frontiers[phase], *(r.frontier for group in groups.values() for r in group)})
     name = f"ratio-{phase}" + (f"-{page + 1}" if of > 1 else "")
-    canvas = _Canvas(name, f"{phase.capitalize()}: ratio of rates with 95 % interval{suffix}", frontiers)
+    canvas = Canvas(name, f"{phase.capitalize()}: ratio of rates with 95 % interval{suffix}", frontiers)
     axes = canvas.axes
     axes.set_ylabel("ratio (above 1: faster)")
     margin = max((r.margin or 0 for group in groups.values() for r in group), default=0)
@@ -209,7 +209,7 @@ def _arm_length(result: Result, end: float | None, sign: int) -> float:
 def memory(study: Study) -> Plot:
     """Peak, active and resident memory against context: three panels on one axis, the larger of both phases."""
     frontiers = sorted({f for phase in PHASES for f in study.frontiers[phase]})
-    canvas = _Canvas("memory", "Memory by context (larger of both phases)", frontiers, panels=3)
+    canvas = Canvas("memory", "Memory by context (larger of both phases)", frontiers, panels=3)
     panels = (("peak_bytes", "peak, GiB"), ("active_bytes", "active, GiB"), ("footprint_bytes", "process, GiB"))
     said = []
     for axes, (attribute, label) in zip(canvas.panels, panels):
@@ -231,7 +231,7 @@ def _size(study: Study, arm: str, frontier: int, attribute: str) -> float | None
 
 def drift(study: Study) -> Plot:
     """Each window's time over the median of its cell, in the order run, and the sentinel over its best."""
-    canvas = _Canvas("drift", "Drift: windows in the order run", [], panels=2)
+    canvas = Canvas("drift", "Drift: windows in the order run", [], panels=2)
     above, below = canvas.panels
     above.set_ylabel("time / median of its cell")
     below.set_ylabel("sentinel / best")
@@ -290,7 +290,7 @@ def _shade_hot(panels: list[Axes], samples: Sequence[SampleRow]) -> None:
 
 def warmup(study: Study) -> Plot:
     """Times of the warm-up rounds of every arm and point over their last, where the rows hold them."""
-    canvas = _Canvas("warmup", "Warm-up: rounds before the first window", [])
+    canvas = Canvas("warmup", "Warm-up: rounds before the first window", [])
     axes = canvas.axes
     axes.set_ylabel("time / last round")
     axes.set_xlabel("round")
@@ -355,12 +355,13 @@ def _range_words(lines: dict[str, list[Cell]], value: Callable[[Cell], float | N
     return "; ".join(said) or "No point has a number."
 
 
-class _Canvas:
+class Canvas:
     """A plot in the making: axes with labelled frontiers, a legend of colour and shape, numbered notes for gaps."""
 
-    def __init__(self, name: str, title: str, frontiers: Sequence[int], panels: int = 1):
+    def __init__(self, name: str, title: str, frontiers: Sequence[int], panels: int = 1, height: float | None = None):
         self.name, self.title, self.frontiers = name, title, list(frontiers)
-        self.figure = Figure(figsize=(5.6, 2.2 * panels + 1.3 if panels > 1 else 3.6), layout="constrained")
+        usual = 2.2 * panels + 1.3 if panels > 1 else 3.6
+        self.figure = Figure(figsize=(5.6, height or usual), layout="constrained")
         made: Any = self.figure.subplots(panels, 1, sharex=True, squeeze=False)
         self.panels: list[Axes] = list(made[:, 0])
         self.axes = self.panels[0]

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from reports import facts, figures, limits, summary, tables, text
+from reports import claims, facts, figures, interplay, ladder, limits, quality, summary, tables, text
 from reports.cells import Study, study
 from reports.load import ReportError, Rows, read_rows
 from sweeps.rows import SCHEMA
@@ -30,8 +30,11 @@ MARKS = {
 """A shape for each verdict, so that colour is never the only sign."""
 
 SECTIONS = (
+    ("claims", "Published"),
     ("rates", "Rates"),
     ("ratios", "Ratios"),
+    ("ladder", "Ladder"),
+    ("interactions", "Interactions"),
     ("quality", "Quality"),
     ("limits", "Limits"),
     ("memory", "Memory"),
@@ -56,9 +59,14 @@ def build(folders: Sequence[Path], output: Path | None = None) -> Path:
     rows = read_rows(folders)
     out = output or default_output(rows)
     seen = study(rows)
-    drawn = figures.plots(seen)
-    made = tables.tables(seen) | {table.name: table for table in limits.limits(seen)}
-    context = _context(seen, drawn, made)
+    rungs = ladder.ladders(seen)
+    drawn = figures.plots(seen) | {"ladder": ladder.plots(rungs)}
+    pairs = interplay.details(seen)
+    grids = interplay.grid(seen, pairs)
+    more = [claims.claims(seen), claims.facts(), claims.against_mlx(seen), ladder.table(rungs), pairs, *grids]
+    more += [quality.quality(seen), *limits.limits(seen)]
+    made = tables.tables(seen) | {table.name: table for table in more}
+    context = _context(seen, drawn, made) | {"grids": grids, "interplay": interplay.MEANING}
     files: dict[str, str | bytes] = {
         "report.md": render("report.md.j2", context),
         "report.html": render("report.html.j2", context),

@@ -343,7 +343,10 @@ class PointGuard:
             # Held against nothing else here: against the reference ops then, or its speed would stand alone.
             checks.append(self._once(arm, "reference ops", phase, lambda: self._anchored(arm, phase)))
         failed = [check for check in checks if not check["passed"]]
-        return (failed or checks or [{}])[0]
+        first = (failed or checks or [{}])[0]
+        # The one that decides, and with it what else the arm was held against: a report shows all of them.
+        others = [check for check in checks if check is not first]
+        return first | {"also": others} if others else first
 
     def _original(self, arm: Arm) -> Arm | None:
         """The arm that an A/A arm repeats or a slowed arm slows: a copy computes what its original does."""
