@@ -484,7 +484,11 @@ class Tuner:
                 elif made:
                     choices.append(made)
         left = [cell.text for cell in self.cells if self.key(cell) not in known]
-        refused = [{"op": c.op, "rows": c.rows, "context": c.context} | r for c, row in rows for r in row["refused"]]
+        refused = _once(
+            {"op": cell.op, "rows": cell.rows, "context": cell.context} | r
+            for cell, row in rows
+            for r in row["refused"]
+        )
         return {
             "name": self.name,
             "mlx": files.mlx_version(),
@@ -624,6 +628,14 @@ def _refusal(variant: str, settings: Mapping[str, Any], error: Exception) -> dic
 
 def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _once(refusals: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each refusal where it came up first."""
+    made: dict[str, dict[str, Any]] = {}
+    for told in refusals:
+        made.setdefault(json.dumps({k: v for k, v in told.items() if k not in ("rows", "context")}), told)
+    return list(made.values())
 
 
 def _rows(contenders: Mapping[str, Contender], timings: Mapping[str, Timing]) -> list[dict[str, Any]]:

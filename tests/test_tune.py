@@ -1,0 +1,403 @@
+"""Tuning: what is chosen under clocks whose verdict is known, what is kept, and what the engine makes of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from ablations.arms import preset
+from engine import tuned as files
+from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.generate import Engine
+from engine.ops import OPS, bind
+from engine.ops.choice import Choice, Tuned, nearest
+from engine.speculative import GUESSED
+from engine.synthetic import make_weights, tiny_config
+from sweeps.bench import Bench, Timing, winner
+from sweeps.clock import ManualClock
+from sweeps.compose import UsageError
+from sweeps.tune import COSTS, STEP, Cell, Tuner, tune
+
+CONFIG = tiny_config()
+POINTS = [(name, variant.name) for name, op in OPS.items() for variant in op.variants.values()]
+OWN_TILE = {"tile": "2x4"}
+Cost = Callable[[str, Mapping[str, Any]], int]
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return make_weights(CONFIG, dtype=mx.float32)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Callable[[Cost], None]:
+    """Ops whose variants compute nothing and take the time that a function of variant and settings says."""
+
+    def install(cost: Cost) -> None:
+        monkeypatch.setattr(mx, "compile", lambda function: function)
+        for name, op in OPS.items():
+            variants = {v.name: dataclasses.replace(v, run=_running(v.name, cost, clock)) for v in op.variants.values()}
+            fake = dataclasses.replace(op, variants=variants, inputs=lambda case, dtype, seed: (mx.zeros((2,)),))
+            monkeypatch.setitem(OPS, name, fake)
+        files.identity.cache_clear()
+
+    return install
+
+
+def _running(name: str, cost: Cost, clock: ManualClock) -> Callable[..., mx.array]:
+    def run(x: mx.array, **settings: Any) -> mx.array:
+        clock.advance(cost(name, settings))
+        return mx.ones((2,))
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def fresh_identities() -> Iterator[None]:
+    yield
+    files.identity.cache_clear()
+
+
+def tuner(weights: Any, folder: Path, clock: ManualClock, kind: str = "metal", **fields: Any) -> Tuner:
+    """On a Mac that there is none of: nothing but the fake ops runs."""
+    made = Tuner(CONFIG, weights, "tiny", folder, clock, kind=kind, dtype=mx.float32, drain=lambda: None, **fields)
+    made.__dict__["sentinel"] = _Calm()
+    return made
+
+
+class _Calm:
+    def before_block(self, frontier: int) -> Any:
+        return type("Reading", (), {"ns": 1, "hot": False})
+
+
+def ours_at(factor: float) -> Cost:
+    return lambda name, settings: round(1_000_000 * (1 if name == "mlx" else factor))
+
+
+FOREVER = 10**18
+
+
+# -- what is chosen ----------------------------------------------------------------------------------
+
+
+def test_where_every_kernel_of_ours_is_twice_as_slow_full_binds_what_mlx_binds(faked, weights, clock, tmp_path):
+    faked(ours_at(2))
+    made = tuner(weights, tmp_path, clock, steps=False)
+    assert made.run(FOREVER) == []
+    full = bind(preset("full"), "metal", files.read([made.path], made.geometry))
+    mlx = bind(preset("mlx"), "metal")
+    keys = mx.zeros((1, 1, 300, 256))
+    for ours, theirs in zip(full.all(), mlx.all(), strict=True):
+        assert ours.op.name == theirs.op.name
+        for rows in (1, 2, 3, 8, 9, 300, 2048, 9000):
+            got, settings, chosen = ours.pick(rows, (keys, keys))
+            assert (got.name, settings) == (theirs.pick(rows)[0].name, {}), (ours.op.name, rows)
+            assert chosen == "tuned" or not ours.op.timing(CONFIG, rows, 300)
+    assert full.fusion == mlx.fusion == "off" and full.chosen() == mlx.chosen()
+
+
+def test_where_one_setting_of_ours_is_fastest_it_is_bound(faked, weights, clock, tmp_path):
+    faked(lambda name, settings: 400_000 if (name, settings) == ("metal", OWN_TILE) else 1_000_000)
+    made = tuner(weights, tmp_path, clock, steps=False)
+    made.run(FOREVER)
+    bound = bind(EngineConfig(), "metal", files.read([made.path], made.geometry))
+    variant, settings, chosen = bound.linear.pick(1)
+    assert (variant.name, settings, chosen) == ("metal", OWN_TILE, "tuned")
+    named = bind(EngineConfig(linear="metal"), "metal", files.read([made.path], made.geometry))
+    assert named.linear.pick(1)[1:] == (OWN_TILE, "")
+    told = next(c for c in made.entry(made.known())["choices"] if c["op"] == "linear" and c["rows"] == 1)
+    assert told["base"] == "mlx" and told["us"] == 400 and told["base_us"] == 1000
+
+
+@pytest.mark.parametrize(("gain", "noise", "ours"), [(1.3, 0.05, True), (1.05, 0.5, False), (1.015, 0.0, False)])
+def test_a_gain_counts_beyond_the_noise_and_two_percent(gain, noise, ours, clock):
+    coins = random.Random(3)
+    bench = Bench(clock, lambda: None, window_ns=1, seconds=1e9)
+    works = {}
+    for name, ns in (("mlx", 1e6), ("metal", 1e6 / gain)):
+        works[name] = lambda passes, ns=ns: clock.advance(round(passes * ns * coins.uniform(1, 1 + noise)))
+    timings = bench.compare(works, "mlx", failed=lambda *_: pytest.fail("nothing fails"))
+    assert winner(timings, "mlx", ["mlx", "metal"]) == ("metal" if ours else "mlx")
+
+
+def test_of_equals_the_preferred_is_taken_and_without_a_base_the_fastest():
+    timings = {name: Timing(ns, finals=(ns,) * 3) for name, ns in (("reference", 99.5), ("plain", 100), ("mlx", 200))}
+    assert winner(timings, "mlx", ["plain", "mlx", "reference"]) == "plain"
+    del timings["plain"], timings["mlx"]
+    assert winner(timings, "mlx", ["plain", "mlx", "reference"]) == "reference"
+
+
+def test_contenders_take_turns_in_an_order_that_the_seed_decides(clock):
+    def order(seed: int) -> list[str]:
+        seen: list[str] = []
+
+        def work(name: str) -> Callable[[int], None]:
+            return lambda passes: (seen.append(name), clock.advance(passes * 10**6))[1]
+
+        bench = Bench(clock, lambda: None, window_ns=1, seconds=1e9, seed=seed)
+        bench.compare({name: work(name) for name in "abc"}, "a", failed=lambda *_: None)
+        return seen[6:]
+
+    first = order(0)
+    assert first == order(0) != order(1)
+    assert all(sorted(first[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(first), 3))
+
+
+def test_a_variant_that_reads_the_host_is_timed_and_not_chosen_for_a_step(faked, weights, clock, tmp_path):
+    faked(lambda name, settings: 100 if name == "host" else 1_000_000)
+    made = tuner(weights, tmp_path, clock, steps=False)
+    row = made.measure(Cell("route"), {})
+    assert min(row["contenders"], key=lambda c: c["first"])["why_not"] == "it reads back to the host"
+    assert made._choice(Cell("route"), row)["variant"] == "mlx"
+
+
+def test_steps_are_chosen_like_ops(weights, clock, tmp_path):
+    made = tuner(weights, tmp_path, clock)
+    cell = next(c for c in made.cells if c.op == STEP)
+
+    def step(**ns: float) -> dict[str, Any]:
+        rows = [
+            {"label": f"{fusion}/step", "fusion": fusion, "trace": "step", "why_not": "", "first": t, "rounds": []}
+            for fusion, t in ns.items()
+        ]
+        contenders = [row | {"finals": [row["first"]] * 3} for row in rows]
+        row = {"base": "off/step", "calls": 1, "contenders": contenders, "refused": []}
+        return made.entry({made.key(cell): row})["step"]
+
+    assert step(off=100.0, full=50.0)["fusion"] == "full"
+    assert step(off=100.0, full=99.0)["fusion"] == "off"
+    told = Tuned(fusion="full")
+    assert bind(EngineConfig(), "metal", told).fusion == "full"
+    # On a CPU, and beside an op that was named, fusion has no place.
+    assert bind(EngineConfig(), "cpu", told).fusion == bind(EngineConfig(linear="mlx"), "metal", told).fusion == "off"
+
+
+# -- what is kept --------------------------------------------------------------------------------------
+
+
+def test_a_killed_tuning_goes_on_where_it_was(faked, weights, clock, tmp_path):
+    faked(ours_at(2))
+    whole = tuner(weights, tmp_path / "whole", clock, steps=False)
+    whole.run(FOREVER)
+    killed = tuner(weights, tmp_path, clock, steps=False)
+    measure, done = killed.measure, []
+
+    def dying(cell: Cell, known: Mapping[str, Any]) -> dict[str, Any]:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(cell)
+        return measure(cell, known)
+
+    killed.measure = dying  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        killed.run(FOREVER)
+    with killed.record.open("a", encoding="utf-8") as file:
+        file.write('{"key": "cut of')
+    again = tuner(weights, tmp_path, clock, steps=False)
+    seen: list[Cell] = []
+    measure = again.measure
+    again.measure = lambda cell, known: seen.append(cell) or measure(cell, known)  # type: ignore[method-assign]
+    assert again.run(FOREVER) == []
+    assert seen == again.cells[3:] and done == again.cells[:3]
+    assert again.entry(again.known())["choices"] == whole.entry(whole.known())["choices"]
+    seen.clear()
+    assert again.run(FOREVER) == [] and not seen
+
+
+def test_nothing_is_begun_after_the_budget(faked, weights, clock, tmp_path):
+    faked(ours_at(2))
+    made = tuner(weights, tmp_path, clock, steps=False)
+    assert made.run(clock.now_ns()) == made.cells and not made.path.exists()
+    left = made.run(clock.now_ns() + 1)
+    assert left == made.cells[1:]
+    told = json.loads(made.path.read_text(encoding="utf-8"))["models"][made.geometry]
+    assert len(told["choices"]) == 1 and told["not_measured"] == [cell.text for cell in left]
+
+
+@pytest.mark.parametrize("fault", ["raises", "is wrong"])
+def test_a_variant_that_fails_is_refused_by_name_and_the_rest_go_on(
+    fault, faked, weights, clock, tmp_path, monkeypatch
+):
+    faked(ours_at(0.5))
+    bad = OPS["experts"].variants["metal"]
+
+    def run(x: mx.array, **settings: Any) -> mx.array:
+        if fault == "raises":
+            raise RuntimeError("no such function: up_4x8")
+        return mx.full((2,), 3.0)
+
+    op = dataclasses.replace(
+        OPS["experts"], variants=OPS["experts"].variants | {"metal": dataclasses.replace(bad, run=run)}
+    )
+    monkeypatch.setitem(OPS, "experts", op)
+    made = tuner(weights, tmp_path, clock, steps=False)
+    row = made.measure(Cell("experts"), {})
+    messages = {r["message"] for r in row["refused"] if r["variant"] == "metal"}
+    assert len([r for r in row["refused"] if r["variant"] == "metal"]) == len(bad.points)
+    assert all(("no such function" if fault == "raises" else "off by 2") in message for message in messages)
+    assert {c["variant"] for c in row["contenders"]} >= {"mlx", "expanded"}
+
+
+def test_a_change_of_the_code_or_of_mlx_makes_a_comparison_new(faked, weights, clock, tmp_path, monkeypatch):
+    faked(ours_at(2))
+    made = tuner(weights, tmp_path, clock, steps=False)
+    before = {cell: made.key(cell) for cell in made.cells}
+    monkeypatch.setattr(files, "identity", lambda name: "changed" if name == "linear" else "same")
+    other = {cell: made.key(cell) for cell in made.cells}
+    monkeypatch.setattr(files, "mlx_version", lambda: "9.9")
+    assert not {made.key(cell) for cell in made.cells} & {*before.values(), *other.values()}
+
+
+# -- what the engine makes of it -----------------------------------------------------------------------
+
+
+def written(path: Path, key: str, **changes: Any) -> Path:
+    """A tuned file in which the reference of `linear` and `head` won, and a step and its costs were measured."""
+    choice = {"phase": "decode", "rows": 1, "context": None, "variant": "reference", "settings": {}, "measured": {}}
+    entry = {
+        "mlx": files.mlx_version(),
+        "identities": {name: files.identity(name) for name in ("linear", "head", STEP)},
+        "choices": [choice | {"op": op} for op in ("linear", "head")],
+        "step": {"fusion": "off", "trace": "eager", "costs": {"rows": [1, *range(2, 9)], "replay": 0.5, "states": 0.1}},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {"format": files.FORMAT, "models": {key: entry | changes}}
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    return path
+
+
+def test_the_users_file_comes_first_and_the_shipped_one_fills_in(tmp_path):
+    user, shipped = (written(tmp_path / name / "chip.json", "key") for name in ("user", "shipped"))
+    told = json.loads(user.read_text(encoding="utf-8"))
+    told["models"]["key"]["choices"] = [told["models"]["key"]["choices"][0] | {"variant": "expanded"}]
+    user.write_text(json.dumps(told), encoding="utf-8")
+    read = files.read([user, shipped], "key")
+    assert {op: choices[0].variant for op, choices in read.choices.items()} == {
+        "linear": "expanded",
+        "head": "reference",
+    }
+    assert read.files == (user, shipped) and not read.notes
+    assert files.read([user, shipped], "another geometry") == Tuned()
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds", "note"),
+    [
+        ({"mlx": "0.1"}, set(), "measured with MLX 0.1"),
+        (
+            {"identities": {"linear": "old", "head": files.identity("head"), STEP: "old"}},
+            {"head"},
+            "linear has changed",
+        ),
+        ({"choices": [{"op": "linear"}]}, set(), "cannot be used"),
+    ],
+)
+def test_what_no_longer_holds_is_passed_over_with_a_note(changes, holds, note, tmp_path):
+    read = files.read([written(tmp_path / "chip.json", "key", **changes)], "key")
+    assert read.choices.keys() == holds and read.trace is None
+    assert any(note in line for line in read.notes)
+
+
+def test_the_engine_says_what_was_tuned(weights, tmp_path, monkeypatch):
+    def engine(**fields: Any) -> Engine:
+        made = Engine(CONFIG, weights, EngineConfig(**fields), dtype=mx.float32)
+        made.decode(made.prefill([1, 2, 3]) or 0, 2)
+        return made
+
+    def said(made: Engine) -> set[tuple[str, str, str]]:
+        return {(e["op"], e["variant"], e.get("chosen", "")) for e in made.executed() if e["op"] in ("linear", "route")}
+
+    untuned = engine(decode=DecodeConfig(trace="eager"))
+    assert {chosen for _, _, chosen in said(untuned)} == {"untuned"} and untuned.tuning()["linear"] == "untuned"
+    assert untuned.tuning()["decode.trace"] == "named"
+    monkeypatch.setattr(files, "USER", tmp_path)
+    written(tmp_path / f"{files.chip()}.json", files.geometry(CONFIG, weights, mx.float32))
+    made = engine()
+    assert ("linear", "reference", "tuned") in said(made) and ("route", "topk", "untuned") in said(made)
+    assert made.tuning()["linear"] == "tuned | untuned" and made.trace == "eager"
+    assert made.tuning()["decode.trace"] == "tuned" and made.chosen()["linear"].startswith("reference")
+    named = engine(linear="mlx", decode=DecodeConfig(trace="eager"))
+    assert {line for line in said(named) if line[0] == "linear"} == {("linear", "mlx", "")}
+
+
+def test_costs_of_several_rows_are_read_and_guessed_without_a_file(weights):
+    config = EngineConfig(decode=DecodeConfig(trace="eager"), speculative=SpeculativeConfig(drafter="ngram", depth=2))
+    guessed = Engine(CONFIG, weights, config, dtype=mx.float32)
+    assert guessed.speculator is not None and guessed.speculator.costs.rows == GUESSED["cpu"].rows
+    assert (guessed.speculation() or {})["costs"] == "untuned"
+    costs = {"rows": [1, *range(2, 9)], "replay": 0.5, "states": 0.1}
+    read = Engine(CONFIG, weights, config, dtype=mx.float32, tuned=Tuned(costs=costs))
+    assert read.speculator is not None and read.speculator.costs.rows == (1, *range(2, 9))
+    assert (read.speculation() or {})["costs"] == "tuned"
+
+
+def test_the_nearest_point_speaks():
+    points = [Choice("decode", rows, at, f"{rows}at{at}", {}) for rows in (1, 4) for at in (256, 32_768)]
+    assert [nearest(points, "decode", rows, at).variant for rows, at in ((1, 300), (1, 20_000), (3, 131_072))] == [
+        "1at256",
+        "1at32768",
+        "4at32768",
+    ]
+    assert nearest(points, "prefill", 512, 512) is None
+
+
+# -- spaces, and the command ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "name"), POINTS)
+def test_a_space_holds_about_twelve_points(op, name):
+    points = OPS[op].variants[name].points[1:]
+    assert len(points) <= 13 and len({str(point) for point in points}) == len(points)
+    assert all(point for point in points), "its own rule is tried anyway"
+
+
+def test_it_walks_the_ops_and_every_variant_is_timed_or_refused(faked, weights, clock, tmp_path):
+    faked(ours_at(2))
+    made = tuner(weights, tmp_path, clock, steps=False)
+    timed = [op for op in OPS.values() if op.timing(CONFIG, 1, 256) or op.timing(CONFIG, 512, 512)]
+    assert {cell.op for cell in made.cells} == {op.name for op in timed} == OPS.keys() - {"norm"}
+    for op in timed:
+        cell = next(c for c in made.cells if c.op == op.name)
+        row = made.measure(cell, {})
+        seen = {c["variant"] for c in row["contenders"]} | {r["variant"] for r in row["refused"]}
+        assert seen == op.variants.keys()
+
+
+def test_on_this_machine_the_command_measures_writes_and_then_has_nothing_left(tmp_path, capsys, monkeypatch):
+    # A whole tuning takes a minute; these are an op each way, a step and its costs, with few rounds.
+    cells = [Cell("linear"), Cell("route", "prefill", 512), Cell(STEP, context=256), Cell(COSTS, context=256)]
+    monkeypatch.setattr(Tuner, "cells", cells)
+    # Tracing would call a compiler for every number of rows.
+    monkeypatch.setattr("sweeps.tune.FUSIONS", (("off", "eager"), ("full", "eager")))
+    monkeypatch.setattr("sweeps.tune.STEPS", {"cpu": 2})
+    monkeypatch.setattr("sweeps.bench.FINAL_ROUNDS", 3)
+    assert tune([f"run_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr()
+    path = Path(shown.out.strip())
+    (entry,) = json.loads(path.read_text(encoding="utf-8"))["models"].values()
+    assert [choice["op"] for choice in entry["choices"]] == ["linear", "route"] and not entry["not_measured"]
+    assert all(choice["us"] > 0 and choice["base_us"] > 0 for choice in entry["choices"])
+    step = entry["step"]
+    assert (step["fusion"], step["trace"]) == ("off", "eager")
+    assert any(r["op"] == STEP and "not on a CPU" in r["message"] for r in entry["refused"])
+    assert len(step["costs"]["rows"]) == 8 and step["costs"]["rows"][0] == 1
+    assert len(shown.err.strip().splitlines()) == len(cells)
+    assert tune([f"run_dir={tmp_path}"]) == 0 and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["frontiers=[256]", "engine=mlx", "toggle.fusion=off"])
+def test_what_tuning_does_not_take_is_refused(word):
+    with pytest.raises(UsageError, match=f"tune does not take {word.split('=')[0]}=; it takes model"):
+        tune([word])
