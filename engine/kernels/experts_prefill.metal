@@ -139,12 +139,13 @@ THREADGROUP_ARRAY(uint, staged, STAGED);
 const uint place = index % PLACES;
 const uint quarter = place % 4u;
 const uint eight = place / 4u;
-const device T* row_of_x[PASSES];
+const device uint4* words_of_x = (const device uint4*)x;
+uint row_of_x[PASSES];                                 // in words
 UNROLL for (uint p = 0u; p < PASSES; ++p) {
   uint r = p * AT_ONCE + index / PLACES;
   r = first + (r < count ? r : count - 1u);
   if constexpr (GATHER) r = uint(pairs[r]) / uint(CHOSEN);
-  row_of_x[p] = x + r * x_strides[1];
+  row_of_x[p] = uint(r * x_strides[1] / 8) + quarter * 4u + eight;
 }
 
 // Of weights a lane has row `tile_row` of both halves of a tile, and a quarter of every 128 inputs.
@@ -189,19 +190,18 @@ T next_bias[LEFT][2];
 uint4 moving[PASSES];
 #define LOAD_ROWS(from)                                                                      \
   UNROLL for (uint p = 0u; p < PASSES; ++p) {                                                \
-    const uint column = (from) + quarter * 32u + eight * 8u;                                 \
     moving[p] = no_codes();                                                                  \
-    if (column < inputs) moving[p] = ((const device uint4*)(row_of_x[p] + column))[0];       \
+    if ((from) + quarter * 32u + eight * 8u < inputs) moving[p] = words_of_x[row_of_x[p] + (from) / 8u]; \
   }
 #define STORE_ROWS(buffer)                                                                                 \
   UNROLL for (uint p = 0u; p < PASSES; ++p) {                                                              \
     const uint r = p * AT_ONCE + index / PLACES;                                                           \
     if (uint(ROWS) % AT_ONCE == 0u || r < uint(ROWS)) {                                                    \
       threadgroup uint* to = staged + (buffer) * BUFFER + eight * 2u * APART + r * 4u + quarter;           \
-      to[0] = (moving[p].x & 0xffffu) | moving[p].z << 16;                                                 \
-      to[APART / 2u] = moving[p].x >> 16 | (moving[p].z & 0xffff0000u);                                    \
-      to[APART] = (moving[p].y & 0xffffu) | moving[p].w << 16;                                             \
-      to[APART / 2u * 3u] = moving[p].y >> 16 | (moving[p].w & 0xffff0000u);                               \
+      to[0] = lower_halves(moving[p].x, moving[p].z);                                                      \
+      to[APART / 2u] = upper_halves(moving[p].x, moving[p].z);                                             \
+      to[APART] = lower_halves(moving[p].y, moving[p].w);                                                  \
+      to[APART / 2u * 3u] = upper_halves(moving[p].y, moving[p].w);                                        \
     }                                                                                                      \
   }
 
@@ -224,8 +224,8 @@ for (uint block = 0u; block < blocks; ++block) {
       UNROLL for (int w = 0; w < BITS; ++w) codes[l][i][w] = next[l][i][w];
       scale[l][i] = bias[l][i] = 0u;
       if constexpr (BITS < 16) {
-        scale[l][i] = uint(as_type<ushort>(next_scale[l][i])) * 0x10001u;
-        bias[l][i] = uint(as_type<ushort>(next_bias[l][i])) * 0x10001u;
+        scale[l][i] = twice(uint(as_type<ushort>(next_scale[l][i])));
+        bias[l][i] = twice(uint(as_type<ushort>(next_bias[l][i])));
       }
     }
   }
@@ -238,6 +238,8 @@ for (uint block = 0u; block < blocks; ++block) {
     if (more) {
       LOAD_ROWS(part + 1u < PARTS ? block * 128u + (part + 1u) * uint(DEPTH / 4) : (block + 1u) * 128u)
     }
+    // Compilers would sink loads to where they are used, behind the products.
+    simdgroup_barrier(mem_flags::mem_none);
     const threadgroup T* rows = (const threadgroup T*)(staged + buffer * BUFFER);
     UNROLL for (int s = 0; s < DEPTH / 16; ++s) {
       left_tile<T> left[LEFT];

@@ -60,6 +60,10 @@ HELPER uint masked_or(uint bits, uint mask, uint base) {
   return merged;
 }
 HELPER uint bits_set(uint bits) { return uint(__popc(bits)); }
+// The lower and the upper halves of two words side by side, and a number of 16 bits twice.
+HELPER uint lower_halves(uint one, uint two) { return __byte_perm(one, two, 0x5410); }
+HELPER uint upper_halves(uint one, uint two) { return __byte_perm(one, two, 0x7632); }
+HELPER uint twice(uint number) { return __byte_perm(number, number, 0x1010); }
 HELPER uint simd_flags(bool flag, uint) { return __ballot_sync(EVERY_LANE, flag); }
 HELPER float exp_of(float x) { return expf(x); }
 HELPER float rsqrt_of(float x) { return rsqrtf(x); }
@@ -220,6 +224,9 @@ HELPER float multiply_add(float a, float b, float c) { return metal::fma(a, b, c
 HELPER float masked_number(uint bits, uint mask) { return float(bits & mask); }
 HELPER uint masked_or(uint bits, uint mask, uint base) { return (bits & mask) | base; }
 HELPER uint bits_set(uint bits) { return metal::popcount(bits); }
+HELPER uint lower_halves(uint one, uint two) { return (one & 0xffffu) | two << 16; }
+HELPER uint upper_halves(uint one, uint two) { return one >> 16 | (two & 0xffff0000u); }
+HELPER uint twice(uint number) { return (number & 0xffffu) * 0x10001u; }
 HELPER uint simd_flags(bool flag, uint lane) { return simd_or(flag ? 1u << lane : 0u); }
 // Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
 HELPER float exp_of(float x) { return metal::precise::exp(x); }
@@ -614,6 +621,6 @@ HELPER uint weight_pair(const thread uint* words, int i, uint scale, uint bias) 
     return tile_pair(multiply_add(low, slope, start), multiply_add(high, slope, start), T());
   } else {
     const uint low = words[i / 2], high = words[2 + i / 2];
-    return i % 2 == 0 ? (low & 0xffffu) | high << 16 : low >> 16 | (high & 0xffff0000u);
+    return i % 2 == 0 ? lower_halves(low, high) : upper_halves(low, high);
   }
 }
