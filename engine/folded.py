@@ -78,7 +78,7 @@ class FoldedModel(Model):
         self._ran("experts", "metal")
         return experts.experts_metal(
             h,
-            logits.squeeze(0),
+            logits,
             w,
             c.num_experts_per_tok,
             c.norm_topk_prob,

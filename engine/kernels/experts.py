@@ -74,7 +74,7 @@ def experts_metal(
 
     Args:
         x: ``[1, rows, hidden]``, normed, or the residual stream if `gain` is given.
-        logits: ``[rows, experts]`` of any float type.
+        logits: ``[rows, experts]`` of any float type, or ``[1, rows, experts]``.
         w: packed with 4 bits in groups of 64, scales of the type of `x`; the router and the shared expert's first
             products are not read.
         renormalise: weights are softmax probabilities over the chosen, not over all experts.
@@ -87,7 +87,7 @@ def experts_metal(
     Raises:
         KernelError: another packing or type, sizes that do not fit together, or a tile that does not exist.
     """
-    if logits.shape != (x.shape[1], w.gate_proj.shape[0]):
+    if logits.shape[-2:] != (x.shape[1], w.gate_proj.shape[0]) or logits.size != logits.shape[-2] * logits.shape[-1]:
         raise KernelError(f"experts=metal takes logits [rows, experts], not {list(logits.shape)}")
     hidden, ids, weights = _up(x, logits, w, k, up_tile, False, renormalise, gain, eps)
     return _down(hidden, ids, weights, w, shared, residual, down_tile)
@@ -158,14 +158,14 @@ def _up(
     lanes, steps = lanes_of(inputs)
     columns, simdgroups = tile
     per_threadgroup = columns * simdgroups * SIMD // lanes
-    kernel = loader.load(TOPIC)["up"]
+    kernel = loader.load(TOPIC)["up"].without(**({"gain": "gate_scales"} if gain is None else {}))
     routing = (1, 1) if routed else (rows, k)
     return loader.launch(
         Launch(
             kernel,
             (
                 x,
-                x if gain is None else gain,
+                *(() if gain is None else (gain,)),
                 routes,
                 *_parts(w.gate_proj),
                 *_parts(w.up_proj),
@@ -182,6 +182,7 @@ def _up(
                 NARROW=not routed and routes.dtype.size == 2,
                 RENORMALISE=renormalise,
                 NORM=gain is not None,
+                ROWS_AXIS=routes.ndim - 2,
                 EPS_BITS=loader.float_bits(eps if gain is not None else 0.0),
             ),
             grid=(-(-wide // per_threadgroup) * simdgroups * SIMD, k, rows),
@@ -216,7 +217,7 @@ def _down(
         raise KernelError(f"experts=metal takes a residual [1, {rows}, {outputs}], not {list(residual.shape)}")
     lanes, steps = lanes_of(wide)
     columns, split = tile
-    kernel = loader.load(TOPIC)["down"]
+    kernel = loader.load(TOPIC)["down"].without(**({"residual": "shared_gate"} if residual is None else {}))
     (out,) = loader.launch(
         Launch(
             kernel,
@@ -229,7 +230,7 @@ def _down(
                 up,
                 logit,
                 *_parts(w.shared_down_proj),
-                gate if residual is None else residual,
+                *(() if residual is None else (residual,)),
             ),
             kernel.arguments(
                 T=hidden.dtype,

@@ -13,7 +13,7 @@
 // inputs: x gain logits gate gate_scales gate_biases up up_scales up_biases
 // dense: gain gate gate_scales gate_biases up up_scales up_biases
 // outputs: hidden ids weights
-// template: typename T, typename X, int EXPERTS, int LANES, int STEPS, int ROWS, int SIMDGROUPS, bool ROUTED, bool NARROW, bool RENORMALISE, bool NORM, int EPS_BITS
+// template: typename T, typename X, int EXPERTS, int LANES, int STEPS, int ROWS, int SIMDGROUPS, bool ROUTED, bool NARROW, bool RENORMALISE, bool NORM, int EPS_BITS, int ROWS_AXIS
 //
 // x [1, T rows, in] of T, its last axis dense and its rows on 16 bytes, gain [in] of T, gate and up [experts, wide, in].
 // hidden [T rows, k, wide] of T; ids uint32 and weights float32 [T rows, k], largest weight first.
@@ -22,6 +22,7 @@
 // ROWS    columns of `hidden` that a lane works on.
 // ROUTED  logits holds the chosen experts, uint32 [T rows, k]; ids and weights are then one element of nothing.
 //         Otherwise logits [T rows, EXPERTS] of any float type, and among equal ones the higher index wins.
+// ROWS_AXIS  axis of the rows in logits: 1 if a 1 stands before.
 // NARROW  logits are of a 16-bit type.
 // RENORMALISE  weights sum to 1 over the chosen; otherwise over all experts.
 // NORM    x comes before the norm: rsqrt(mean(x²) + eps) · gain · x is what the experts get. EPS_BITS: eps as float32.
@@ -51,7 +52,7 @@ uint found = 0u;
 if (simdgroup == 0u) {
   uint expert = 0u;
   if constexpr (ROUTED) {
-    expert = uint(logits[row * logits_strides[0] + slot * logits_strides[1]]);
+    expert = uint(logits[row * logits_strides[ROWS_AXIS] + slot * logits_strides[ROWS_AXIS + 1]]);
   } else {
     // A 16-bit number leaves the low 13 bits of its float32 alone: the index goes there and makes equal ones differ.
     constexpr uint INDEX = 8191u;
@@ -60,7 +61,7 @@ if (simdgroup == 0u) {
       const uint e = i * 32u + lane;
       keys[i] = 0u;
       if (e < uint(EXPERTS)) {
-        keys[i] = ordered_bits(float(logits[row * logits_strides[0] + e * logits_strides[1]]));
+        keys[i] = ordered_bits(float(logits[row * logits_strides[ROWS_AXIS] + e * logits_strides[ROWS_AXIS + 1]]));
         if constexpr (NARROW) keys[i] = (keys[i] & ~INDEX) | e;
       }
     }
@@ -189,7 +190,7 @@ if (first_of_row && simdgroup == 0u) {
     }
   } else {
     constexpr float LOG2_E = 1.44269504f;
-    const float score = float(logits[row * logits_strides[0] + found * logits_strides[1]]);
+    const float score = float(logits[row * logits_strides[ROWS_AXIS] + found * logits_strides[ROWS_AXIS + 1]]);
     const float largest = simd_shuffle(score, ushort(0));
     const float weight = exp2_of((score - largest) * LOG2_E);
     float total = 0.0f;
@@ -197,7 +198,7 @@ if (first_of_row && simdgroup == 0u) {
       total = lane < k ? weight : 0.0f;
     } else {
       for (uint e = lane; e < uint(EXPERTS); e += 32u) {
-        total += exp2_of((float(logits[row * logits_strides[0] + e * logits_strides[1]]) - largest) * LOG2_E);
+        total += exp2_of((float(logits[row * logits_strides[ROWS_AXIS] + e * logits_strides[ROWS_AXIS + 1]]) - largest) * LOG2_E);
       }
     }
     total = simd_sum(total);

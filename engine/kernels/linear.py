@@ -86,17 +86,12 @@ def supports(case: Case | None, device: str) -> str | None:
 
 def _in_device_memory(array: mx.array) -> mx.array:
     """A view of at least 8 elements over the same memory: MLX gives smaller inputs in Metal's `constant` space."""
-    return array if array.size >= 8 else mx.broadcast_to(array, (8, *array.shape))
+    return array if array.size >= 8 else mx.broadcast_to(array, (8, *array.shape[-2:]))
 
 
-def _in_four(residual: mx.array) -> mx.array:
-    """A view ``[.., 1, T, N]`` with four axes that is in device memory too."""
-    return mx.expand_dims(residual, 0) if residual.size >= 8 else _in_device_memory(residual)
-
-
-def _by_heads(array: mx.array) -> mx.array:
-    """``[1, T, K]`` as one head ``[1, T, 1, K]``; what comes by heads stays as it is."""
-    return array if array.ndim == 4 else mx.expand_dims(array, 2)
+def _in_rows(array: mx.array) -> mx.array:
+    """``[1, T, K]``; ``[1, T, heads, dim]`` only if there are several heads. A view is work for the host too."""
+    return array.squeeze(2) if array.ndim == 4 and array.shape[2] == 1 else array
 
 
 def _check(rows: int, width: int, matrices: Sequence[Matrix], dtype: mx.Dtype) -> None:
@@ -158,24 +153,24 @@ def _products(
     out: mx.Dtype | None,
 ) -> mx.array:
     """The launch. `out` None: the best of each threadgroup, uint32 ``[T, threadgroups, 2]``, instead of products."""
-    x = _by_heads(x)
-    rows, width = x.shape[1], x.shape[2] * x.shape[3]
+    x = _in_rows(x)
+    rows, width = x.shape[1], x.size // x.shape[1]
     dtype = matrices[0].scales.dtype if matrices and matrices[0].scales is not None else x.dtype
     _check(rows, width, matrices, dtype)
     number, gain, gate, eps = 0, None, None, 0.0
     if isinstance(prologue, Norm):
         number, gain, eps = 1, prologue.gain, prologue.eps
     elif isinstance(prologue, GatedNorm):
-        number, gain, gate, eps = 2, prologue.gain, _by_heads(prologue.z), prologue.eps
+        number, gain, gate, eps = 2, prologue.gain, _in_rows(prologue.z), prologue.eps
         if width % HEAD:
             raise KernelError(f"linear=metal: a gated norm of heads of {HEAD} does not divide {width} inputs")
     elif isinstance(prologue, Gate):
-        number, gate = 3, _by_heads(prologue.gate)
+        number, gate = 3, _in_rows(prologue.gate)
     if x.dtype not in (dtype, mx.float32) or any(a is not None and a.dtype != dtype for a in (gain, gate, residual)):
         raise KernelError(f"linear=metal: gain, gate and residual are {dtype} like the scales, x that or float32")
     if gain is not None and gain.shape != ((HEAD,) if number == 2 else (width,)):
         raise KernelError(f"linear=metal: a gain of shape {gain.shape} for {width} inputs")
-    if gate is not None and (gate.shape[1] != rows or gate.shape[2] * gate.shape[3] != width or gate.shape[3] % 8):
+    if gate is not None and (gate.shape[1] != rows or gate.size != rows * width or gate.shape[-1] % 8):
         raise KernelError(f"linear=metal: a gate of shape {gate.shape} for {rows} rows of {width} inputs")
     if residual is not None and (len(matrices) > 1 or residual.shape != (1, rows, matrices[0].shape[0])):
         raise KernelError("linear=metal adds a residual [1, T, outputs] to the product of one matrix")
@@ -185,19 +180,21 @@ def _products(
     share = layout["LOOP"] * layout["SIMDGROUPS"] * layout["OUTPUTS"] * (SIMD // layout["SPAN"])
     groups = sum(-(-n // share) for n in outputs)
     weights: list[mx.array] = []
-    for w in [*matrices, *[matrices[0]] * (MATRICES - len(matrices))]:
+    for w in matrices:
         assert w.scales is not None and w.biases is not None
         weights += [w.weight, _in_device_memory(w.scales), _in_device_memory(w.biases)]
-    unused = weights[1]
-    kernel = loader.load(TOPIC)["products"]
+    absent = {"gate": "x"} if gate is None else {}
+    absent |= {name: "scales0" for name, given in (("gain", gain), ("residual", residual)) if given is None}
+    for number_of in range(len(matrices), MATRICES):
+        absent |= {f"{part}{number_of}": f"{part}0" for part in ("weight", "scales", "biases")}
+    kernel = loader.load(TOPIC)["products"].without(**absent)
     (made,) = loader.launch(
         Launch(
             kernel,
             (
                 x,
-                x if gate is None else gate,
-                unused if gain is None else gain,
-                unused if residual is None else _in_four(residual),
+                *(given for given in (gate, gain) if given is not None),
+                *(() if residual is None else (_in_device_memory(residual),)),
                 *weights,
             ),
             kernel.arguments(
@@ -206,8 +203,8 @@ def _products(
                 O=out or mx.uint32,
                 ROWS=rows,
                 INPUTS=width,
-                DIM=x.shape[3],
-                GATE_DIM=x.shape[3] if gate is None else gate.shape[3],
+                DIM=x.shape[-1],
+                GATE_DIM=x.shape[-1] if gate is None else gate.shape[-1],
                 MATRICES=len(matrices),
                 PROLOGUE=number,
                 EPS_BITS=loader.float_bits(eps),
@@ -217,11 +214,16 @@ def _products(
             ),
             grid=(groups * layout["SIMDGROUPS"] * SIMD, 1, 1),
             threadgroup=(layout["SIMDGROUPS"] * SIMD, 1, 1),
-            shapes=[(rows, groups, 2) if out is None else (rows * sum(outputs),)],
+            shapes=[(rows, groups, 2) if out is None else _laid_out(rows, outputs)],
             dtypes=[out or mx.uint32],
         )
     )
     return made
+
+
+def _laid_out(rows: int, outputs: Sequence[int]) -> tuple[int, ...]:
+    """Shape of what a launch leaves: matrix after matrix, so that one of them or one row needs no view to be seen."""
+    return (1, rows, sum(outputs)) if rows == 1 or len(outputs) == 1 else (rows * sum(outputs),)
 
 
 def products_metal(
@@ -259,12 +261,16 @@ def products_metal(
     given = [matrices[i] for i in order]
     out = dtype or (given[0].scales.dtype if given and given[0].scales is not None else x.dtype)
     made = _products(x, given, prologue, residual, tile, out)
+    if len(given) == 1:
+        return (made,)
     ends, total = [], 0
     for w in given:
         total += rows * w.shape[0]
         ends.append(total)
-    parts = mx.split(made, ends[:-1]) if len(given) > 1 else [made]
-    results = {i: part.reshape(1, rows, matrices[i].shape[0]) for i, part in zip(order, parts)}
+    parts = mx.split(made, ends[:-1], axis=-1)
+    if rows > 1:
+        parts = [part.reshape(1, rows, w.shape[0]) for part, w in zip(parts, given)]
+    results = dict(zip(order, parts))
     return tuple(results[i] for i in range(len(matrices)))
 
 

@@ -18,9 +18,9 @@
 // outputs: out
 // template: typename T, typename X, typename O, int ROWS, int OUTPUTS, int SIMDGROUPS, int SPAN, int STEPS, int LOOP, int INPUTS, int DIM, int GATE_DIM, int MATRICES, int PROLOGUE, int EPS_BITS, bool RESIDUAL, bool BEST
 //
-// x [1, ROWS, heads, dim] of X and gate (same shape, T) are read by strides, so that a part of a larger array is taken
-// as it lies, but the last axis must be dense and rows must start on 16 bytes; heads · dim is the number K of inputs,
-// a multiple of 64. gain [K] or [128] of T, residual [.., 1, ROWS, outputs] of T by strides;
+// x [1, ROWS, heads, dim] of X and gate (as many inputs, T) are read by strides, so that a part of a larger array is
+// taken as it lies, but the last axis must be dense and rows must start on 16 bytes; heads · dim is the number K of
+// inputs, a multiple of 64. Without heads they are [1, ROWS, K]. gain [K] or [128] of T, residual [.., ROWS, outputs] of T by strides;
 // weightM uint32 [outputs, K · bits / 32], scalesM and biasesM [outputs, K / 64] of T. What a launch does not use is
 // any array. out [ROWS · all outputs] of O: matrix after matrix, each [ROWS, outputs].
 // Grid: for each matrix its outputs over LOOP · SIMDGROUPS · OUTPUTS · 32 / SPAN threadgroups of SIMDGROUPS simdgroups.
@@ -57,7 +57,9 @@ THREADGROUP_ARRAY(float, shared_sums, ROWS * STEPS * SPAN);
 THREADGROUP_ARRAY(float, shared_squares, PROLOGUE == 1 ? SIMDGROUPS * ROWS : 1);
 THREADGROUP_ARRAY(uint, shared_best, BEST ? SIMDGROUPS * ROWS * 2 : 1);
 
-const bool readable = x_strides[3] == 1 && (PROLOGUE < 2 || gate_strides[3] == 1);
+constexpr int X_AXIS = DIM == INPUTS ? 2 : 3;
+constexpr int GATE_AXIS = GATE_DIM == INPUTS ? 2 : 3;
+const bool readable = x_strides[X_AXIS] == 1 && (PROLOGUE < 2 || gate_strides[GATE_AXIS] == 1);
 if constexpr (BEST) {
   // Every threadgroup says so: `choose` must find no output that was never written.
   if (!readable) {
@@ -310,7 +312,7 @@ for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < 
         }
       } else {
         if constexpr (RESIDUAL) {
-          total += float(residual[uint(t) * uint(residual_strides[2]) + output * uint(residual_strides[3])]);
+          total += float(residual[uint(t) * uint(residual_strides[1]) + output * uint(residual_strides[2])]);
         }
         out[begin + uint(t) * outputs + output] = O(total);
       }

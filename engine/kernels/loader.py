@@ -33,7 +33,7 @@ import os
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,13 @@ class Kernel:
     def launch_name(self) -> str:
         """Name under which MLX caches the compiled kernel: MLX looks it up by name alone, so it holds the identity."""
         return f"{self.name}_{self.identity}"
+
+    def without(self, **stand_ins: str) -> Kernel:
+        """The kernel for calls that do not use some inputs, each named with another one that its text then means.
+
+        An input costs the host time at every launch, used or not.
+        """
+        return _without(self, tuple(sorted(stand_ins.items())))
 
     def arguments(self, **values: Any) -> list[tuple[str, Any]]:
         """Template arguments in the kernel's order.
@@ -172,6 +179,19 @@ def parse(topic: str, text: str, header: str) -> dict[str, Kernel]:
             header=header,
         )
     return kernels
+
+
+@cache
+def _without(kernel: Kernel, stand_ins: tuple[tuple[str, str], ...]) -> Kernel:
+    words = [(old + what, new + what) for old, new in stand_ins for what in ("", "_shape", "_strides")]
+    absent = dict(stand_ins)
+    defined = "".join(f"#define {old} {new}\n" for old, new in words)
+    undefined = "".join(f"#undef {old}\n" for old, _ in words)
+    return replace(
+        kernel,
+        inputs=tuple(name for name in kernel.inputs if name not in absent),
+        body=f"\n{defined}{kernel.body}\n{undefined}",
+    )
 
 
 @cache
