@@ -6,6 +6,7 @@
     python -m reports gate --base CHECKOUT   the same for this checkout against another: measures, confirms, judges
     python -m reports baseline RUN NAME      keep a run as what later runs of this machine are held against
     python -m reports exact FILE             counts that must not rise, against the committed ones
+    python -m reports predict                what Macs should reach, before one was measured
 
 A run is a folder as `python -m sweeps` leaves it. The path of what was written comes last on stdout. Bad input ends
 with one line on stderr and exit code 2.
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m reports", description="Reports from the rows of a run.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="build|compare|gate|baseline|exact")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="build|compare|gate|baseline|exact|predict")
     build = commands.add_parser("build", help="write the report of one run, or of several together")
     build.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     build.add_argument("--output", type=Path, metavar="DIR", help="folder to write into (default: the run folder)")
@@ -69,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     exact.add_argument("--against", type=Path, metavar="FILE", help="committed counts (default: those of the device)")
     exact.add_argument("--renew", action="store_true", help="write the counts as the committed ones")
     exact.set_defaults(run=_exact)
+    predict = commands.add_parser("predict", help="rates that Macs should reach, from bytes, launches and operations")
+    predict.add_argument("--output", type=Path, metavar="FILE", help="default: reports/published/predictions.md")
+    predict.set_defaults(run=_predict)
     return parser
 
 
@@ -147,6 +151,13 @@ def _baseline(arguments: argparse.Namespace) -> int:
     from reports.kept import keep
 
     print(keep(arguments.run_folder, arguments.name, arguments.renew))
+    return 0
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from reports.predict import PAGE, predict
+
+    print(predict(arguments.output or PAGE))
     return 0
 
 

@@ -256,18 +256,17 @@ def _geometries(study: Study) -> list[tuple[str, ModelConfig, int, int | None]]:
 
 def row_costs(study: Study) -> Table:
     """What a pass of several rows, as in the verification of drafts, costs over a pass of one."""
-    columns = [Column("arm", "arm"), Column("device", "device")]
-    columns += [Column(str(rows), f"{rows} rows" if rows > 1 else "1 row", text.ratio, True) for rows in range(1, 9)]
+    columns = [Column("device", "device"), Column("model", "model")]
+    columns += [Column(str(n), f"{n} rows" if n > 1 else "1 row", text.ratio, True) for n in range(1, ROWS + 1)]
     columns.append(Column("source", "from"))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in study.rows.runs:
-        for arm, told in (run.model.get("arms") or {}).items():
+        for told in (run.model.get("arms") or {}).values():
             costs = told.get("row_costs") if isinstance(told, dict) else None
-            if costs:
-                values = {str(n + 1): cost for n, cost in enumerate(costs[:ROWS])}
-                source = told.get("row_costs_from")
-                row = {"arm": study.label(run.run_id, arm), "device": facts.chip_name(run), "source": source} | values
-                if row not in rows:
-                    rows.append(row)
+            where = {"device": facts.chip_name(run), "model": facts.model_name(run)}
+            row = where | {str(n): cost for n, cost in enumerate(costs or (), 1)} if costs else None
+            # Tuned for the chip, so all arms on it tell the same.
+            if row and (row := row | {"source": told.get("row_costs_from")}) not in rows:
+                rows.append(row)
     caption = "The cost of T rows over one row: a decode step of T tokens at once, as when drafts are verified"
-    return Table("limits-rows", caption, columns, rows, "No cost of several rows was measured for this device.")
+    return Table("limits-rows", caption, columns, rows, "Not measured: python -m sweeps tune does.")

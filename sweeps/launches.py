@@ -8,19 +8,25 @@ costs; the graph is the one that MLX is about to submit, elementwise operations 
   MLX's operations that exist on a GPU only, are stood in for by a node that depends on the same inputs.
 - `on_device`: what a profiler saw, on CUDA.
 
+``python -m sweeps.launches FILE`` writes the steps of the real geometry on Metal, for predictions (`reports.predict`).
+
 Stages are the longest chain of launches that need one another: what is left of a step on a device that runs
 everything else side by side. Copies that MLX makes of inputs with strides are no nodes and are not predicted.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,13 +34,17 @@ import engine as _engine  # noqa: F401  (chooses the BLAS before MLX loads)
 
 # isort: split
 import mlx.core as mx
+from mlx.utils import tree_map
 
+from ablations.arms import preset
 from engine import generate
 from engine.config import EngineConfig, ModelConfig
 from engine.generate import Engine
 from engine.kernels import loader
+from engine.ops.choice import Tuned
 from engine.synthetic import make_weights
 from engine.weights import Weights
+from sweeps.points import FRONTIERS
 from sweeps.subjects.base import Subject
 
 VIEWS = frozenset(
@@ -178,16 +188,22 @@ def of_engine(engine: Engine, positions: int) -> Step:
     if positions >= engine.cache.capacity:
         raise Uncounted(f"the cache holds {engine.cache.capacity} positions")
     engine.reset()
+    state = engine.cache.state
+    held = tree_map(lambda array: array, state)
     engine.cache.seek(positions)
     try:
-        return _step(engine, positions, lambda node: launches_of(node.name, node.inputs, engine.device, positions))
+        return _step(engine, lambda node: launches_of(node.name, node.inputs, engine.device, positions))
     finally:
         # What was not computed must not stay in the cache.
-        engine.cache.wipe()
+        state.clear()
+        state.update(held)
+        engine.reset()
 
 
 def of_geometry(config: ModelConfig, settings: EngineConfig, device: str, positions: int = 256) -> Step:
     """The greedy step of a model that need not be here, on a device of kind `device` that need not either.
+
+    Nothing is tuned there: ``best`` is an op's declared order.
 
     Raises:
         Uncounted: the step is not one graph. VariantUnsupported: as `Engine`.
@@ -198,13 +214,13 @@ def of_geometry(config: ModelConfig, settings: EngineConfig, device: str, positi
         return (1, 1) if node.name == STAND_IN else launches_of(node.name, node.inputs, device, positions)
 
     with _elsewhere(device, stand_ins):
-        engine = Engine(config, shapes(config), settings, dtype=mx.bfloat16)
+        engine = Engine(config, shapes(config), settings, dtype=mx.bfloat16, tuned=Tuned())
         _require_one_graph(engine)
         rows = (1, config.num_key_value_heads, positions + 256, config.head_dim)
         for name in ("keys", "values"):
             engine.cache.state[name] = [_shape(rows, mx.bfloat16) for _ in config.attention_layers]
         engine.cache.seek(positions)
-        step = _step(engine, positions, cost)
+        step = _step(engine, cost)
     named = {name: launches for name, launches in step.by_operation.items() if name != STAND_IN}
     return Step(step.launches, step.stages, dict(sorted((named | stand_ins).items())))
 
@@ -229,7 +245,7 @@ def _require_one_graph(engine: Engine) -> None:
         raise Uncounted("with a drafter a step is a round of drafts and their verification")
 
 
-def _step(engine: Engine, positions: int, cost: Callable[[Node], tuple[int, int]]) -> Step:
+def _step(engine: Engine, cost: Callable[[Node], tuple[int, int]]) -> Step:
     mx.eval(engine.cache.arrays())
     with mock.patch.object(mx, "async_eval", lambda *_: None):
         out = engine.step()
@@ -378,3 +394,33 @@ def _records(profile: Callable[[], Any], work: Callable[[], Any]) -> Counter[str
         mx.synchronize()
     on_gpu = (event.name for event in seen.events() if event.device_type.name == "CUDA")
     return Counter(name for name in on_gpu if not name.startswith(("Memcpy", "Memset")))
+
+
+# -- for predictions ---------------------------------------------------------------------------------
+
+
+def metal_steps() -> dict[str, dict[int, tuple[int, int]]]:
+    """Launches and stages on Metal of the real geometry at every frontier, for three configurations."""
+    fused = EngineConfig()
+    fused.decode.fusion, fused.decode_attention.variant = "full", "metal"
+    settings = {"fused": fused, "full": preset("full"), "mlx": preset("mlx")}
+    made: dict[str, dict[int, tuple[int, int]]] = {}
+    for name, config in settings.items():
+        steps = {at: of_geometry(ModelConfig(), config, "metal", at) for at in FRONTIERS}
+        made[name] = {at: (step.launches, step.stages) for at, step in steps.items()}
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count and write the file."""
+    parser = argparse.ArgumentParser(prog="python -m sweeps.launches", description="Launches of a step on Metal.")
+    parser.add_argument("file", type=Path, metavar="FILE")
+    given = parser.parse_args(argv)
+    told = {"device_kind": "metal", "order": "launches, stages", "steps": metal_steps()}
+    given.file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(given.file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
