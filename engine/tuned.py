@@ -79,6 +79,7 @@ def _bits(config: ModelConfig, weights: Weights) -> set[int | None]:
     return {value.bits for value in (*values, weights.lm_head) if isinstance(value, Matrix)}
 
 
+@lru_cache(maxsize=1)
 def mlx_version() -> str:
     """The installed MLX."""
     return importlib.metadata.version("mlx")

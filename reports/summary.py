@@ -289,6 +289,7 @@ def requested_against_executed(study: Study) -> list[dict[str, Any]]:
     """A row per arm, phase and op: the variant asked for, the ones that ran, and whether they agree."""
     asked = _requested(study)
     ran: dict[tuple[str, str, str], dict[tuple[str, str], int]] = {}
+    chosen: dict[tuple[str, str, str], set[str]] = {}
     for row in study.rows.samples:
         if row.phase not in PHASES:
             continue
@@ -298,17 +299,20 @@ def requested_against_executed(study: Study) -> list[dict[str, Any]]:
             variants = ran.setdefault(key, {})
             what = (text.plain(item.get("variant")), text.plain(item.get("tile")))
             variants[what] = variants.get(what, 0) + int(facts.finite(item.get("calls")) or 0)
+            chosen.setdefault(key, set()).add(str(item.get("chosen") or ""))
     table = []
     for (arm, phase, op), variants in ran.items():
         want = asked.get((arm, op), text.ABSENT)
         names = {variant for variant, _ in variants}
         free = want in ("best", text.ABSENT)
+        # Where one call in a phase was chosen without a measurement, the phase is not tuned.
+        how = next((word for word in ("untuned", "tuned") if word in chosen[arm, phase, op]), "")
         table.append(
             {
                 "arm": arm,
                 "phase": phase,
                 "op": op,
-                "requested": want,
+                "requested": want if how == "" else f"{want} ({how})",
                 "executed": ", ".join(v if t == text.ABSENT else f"{v} ({t})" for v, t in variants),
                 "calls": sum(variants.values()),
                 "agrees": "free choice" if free else "yes" if names == {want} else "NO",

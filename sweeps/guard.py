@@ -112,7 +112,10 @@ def compare_logits(
             guard.update(theirs, mine, targets, again)
             at += len(piece)
     check = guard.result()
-    extra = {"phase": phase, "contexts": list(contexts), "executed": paths(arm.executed())}
+    executed = paths(arm.executed())
+    if phase == "decode" and (engine := getattr(arm, "engine", None)) is not None:
+        executed = elsewhere(engine, executed)
+    extra = {"phase": phase, "contexts": list(contexts), "executed": executed}
     return replace(check, figures=check.figures | extra)
 
 
@@ -178,6 +181,8 @@ def layerwise(
     engine.reset_executed()
     made = compare(engine, lm_model, tokens, chunk=chunk, context=context, limits=limits)
     executed = paths(engine.executed())
+    if context:
+        executed = elsewhere(engine, executed)
     ends = _end_to_end(engine, lm_model, oracle, tokens, context, chunk) if oracle else None
     check = synthetic_check(made.pairs, made.routed, ends, limits)
     return _with(judged(check, made), executed=executed)
@@ -239,6 +244,28 @@ def _passes(tokens: Sequence[int], context: int, chunk: int) -> Iterator[list[in
 def paths(executed: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     """``[[op, variant, tile], …]`` of executed lines, sorted, counts left out."""
     return [list(line) for line in sorted({(str(e["op"]), str(e["variant"]), str(e.get("tile"))) for e in executed})]
+
+
+def elsewhere(engine: Engine, executed: list[list[str]]) -> list[list[str]]:
+    """`executed`, and the variants that tuning chose for a decode step at other contexts.
+
+    Those are held against the reference of their op, over at most `LONG` positions; one that is off is left out, so
+    that a window which runs it is refused.
+    """
+    from engine.ops.selftest import case_error
+
+    made, dtype = [tuple(line) for line in executed], str(engine.dtype).rpartition(".")[2]
+    for bound in engine.ops.all():
+        for choice, tile in bound.by_context(1):
+            line = (bound.op.name, choice.variant, tile)
+            if line in made or bound.op.name not in {op for op, _, _ in made}:
+                continue
+            cases = bound.op.timing(engine.config, 1, min(choice.context or LONG, LONG))
+            variant = bound.op.variants[choice.variant]
+            errors = [case_error(bound.op, variant, case, engine.dtype, **choice.settings) for case in cases]
+            if cases and max(errors) <= bound.op.tolerance[dtype]:
+                made.append(line)
+    return [list(line) for line in sorted(made)]
 
 
 def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -> str | None:

@@ -169,6 +169,11 @@ class Tuner:
         return files.geometry(self.config, self.weights, self.dtype)
 
     @cached_property
+    def versions(self) -> dict[str, str]:
+        """Installed, for the file."""
+        return environment.versions()
+
+    @cached_property
     def bench(self) -> Bench:
         """How contenders are timed here."""
         return Bench(self.clock, self.drain, WINDOW_NS[self.kind], SECONDS[self.kind], self.seed)
@@ -493,7 +498,7 @@ class Tuner:
             "name": self.name,
             "mlx": files.mlx_version(),
             "dtype": str(self.dtype).rpartition(".")[2],
-            "versions": environment.versions(),
+            "versions": self.versions,
             "identities": files.identities(),
             "step": step,
             "choices": choices,

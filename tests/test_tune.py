@@ -21,8 +21,9 @@ from engine.ops.choice import Choice, Tuned, nearest
 from engine.speculative import GUESSED
 from engine.synthetic import make_weights, tiny_config
 from sweeps.bench import Bench, Timing, winner
-from sweeps.clock import ManualClock
+from sweeps.clock import ManualClock, SystemClock
 from sweeps.compose import UsageError
+from sweeps.guard import elsewhere, paths, same_path
 from sweeps.tune import COSTS, STEP, Cell, Tuner, tune
 
 CONFIG = tiny_config()
@@ -353,6 +354,24 @@ def test_the_nearest_point_speaks():
     assert nearest(points, "prefill", 512, 512) is None
 
 
+def test_a_step_tuned_by_context_is_guarded_at_all_of_them(weights):
+    points = [("mlx", {}, 256), ("matmul", {"split": "chunks"}, 32_768)]
+    choices = tuple(Choice("decode", 1, at, name, told) for name, told, at in points)
+    config = EngineConfig(decode=DecodeConfig(trace="eager"))
+    engine = Engine(CONFIG, weights, config, dtype=mx.float32, tuned=Tuned({"decode_attention": choices}))
+    engine.decode(engine.prefill([1, 2, 3]) or 0, 1)
+    seen = elsewhere(engine, paths(engine.executed()))
+    far = [{"op": "decode_attention", "variant": "matmul", "tile": "chunks", "calls": 1}]
+    assert same_path({"figures": {"executed": seen}}, far) is None
+    assert "matmul chunks" in str(same_path({"figures": {"executed": paths(engine.executed())}}, far))
+    # What the op's own reference refutes stays out.
+    wrong = dataclasses.replace(OPS["decode_attention"].variants["matmul"], run=lambda q, *_, **__: 2 * q)
+    op = dataclasses.replace(OPS["decode_attention"], variants=OPS["decode_attention"].variants | {"matmul": wrong})
+    attention = dataclasses.replace(engine.ops.decode_attention, op=op)
+    engine.ops = dataclasses.replace(engine.ops, decode_attention=attention)
+    assert ["decode_attention", "matmul", "chunks"] not in elsewhere(engine, paths(engine.executed()))
+
+
 # -- spaces, and the command ---------------------------------------------------------------------------
 
 
@@ -376,12 +395,8 @@ def test_it_walks_the_ops_and_every_variant_is_timed_or_refused(faked, weights, 
 
 
 def test_on_this_machine_the_command_measures_writes_and_then_has_nothing_left(tmp_path, capsys, monkeypatch):
-    # A whole tuning takes a minute; these are an op each way, a step and its costs, with few rounds.
-    cells = [Cell("linear"), Cell("route", "prefill", 512), Cell(STEP, context=256), Cell(COSTS, context=256)]
-    monkeypatch.setattr(Tuner, "cells", cells)
-    # Tracing would call a compiler for every number of rows.
-    monkeypatch.setattr("sweeps.tune.FUSIONS", (("off", "eager"), ("full", "eager")))
-    monkeypatch.setattr("sweeps.tune.STEPS", {"cpu": 2})
+    # A whole tuning takes a minute; this is an op of each phase, with few rounds.
+    monkeypatch.setattr(Tuner, "cells", [Cell("linear"), Cell("route", "prefill", 512)])
     monkeypatch.setattr("sweeps.bench.FINAL_ROUNDS", 3)
     assert tune([f"run_dir={tmp_path}"]) == 0
     shown = capsys.readouterr()
@@ -389,12 +404,23 @@ def test_on_this_machine_the_command_measures_writes_and_then_has_nothing_left(t
     (entry,) = json.loads(path.read_text(encoding="utf-8"))["models"].values()
     assert [choice["op"] for choice in entry["choices"]] == ["linear", "route"] and not entry["not_measured"]
     assert all(choice["us"] > 0 and choice["base_us"] > 0 for choice in entry["choices"])
+    assert len(shown.err.strip().splitlines()) == 2
+    assert tune([f"run_dir={tmp_path}"]) == 0 and not capsys.readouterr().err
+
+
+def test_whole_steps_and_their_costs_are_measured(weights, tmp_path, monkeypatch):
+    # Tracing would call a compiler for every number of rows.
+    monkeypatch.setattr("sweeps.tune.FUSIONS", (("off", "eager"), ("full", "eager")))
+    monkeypatch.setattr("sweeps.tune.STEPS", {"cpu": 2})
+    monkeypatch.setattr("sweeps.bench.FINAL_ROUNDS", 3)
+    made = Tuner(CONFIG, weights, "tiny", tmp_path, SystemClock(), dtype=mx.float32)
+    made.__dict__["cells"] = [cell for cell in made.cells if cell.op in (STEP, COSTS)]
+    assert made.run(FOREVER) == []
+    entry = made.entry(made.known())
     step = entry["step"]
     assert (step["fusion"], step["trace"]) == ("off", "eager")
     assert any(r["op"] == STEP and "not on a CPU" in r["message"] for r in entry["refused"])
-    assert len(step["costs"]["rows"]) == 8 and step["costs"]["rows"][0] == 1
-    assert len(shown.err.strip().splitlines()) == len(cells)
-    assert tune([f"run_dir={tmp_path}"]) == 0 and not capsys.readouterr().err
+    assert len(step["costs"]["rows"]) == 8 and step["costs"]["rows"][0] == 1 and min(step["costs"]["rows"]) > 0
 
 
 @pytest.mark.parametrize("word", ["frontiers=[256]", "engine=mlx", "toggle.fusion=off"])

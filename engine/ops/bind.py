@@ -59,6 +59,17 @@ class BoundOp:
             settings = dict(known)
         return variant, settings, "untuned" if self.free else ""
 
+    def by_context(self, rows: int) -> list[tuple[Choice, str]]:
+        """Every tuned choice that a call with `rows` new rows may run, and what the record calls its settings.
+
+        Empty where the number of cached positions decides nothing.
+        """
+        if not self.free or self.op.context is None:
+            return []
+        phase: Phase = "decode" if rows <= self.decode_rows else "prefill"
+        mine = [c for c in self.tuned if c.phase == phase and c == nearest(self.tuned, phase, rows, c.context)]
+        return [(choice, _tile(choice.settings)) for choice in mine]
+
     @property
     def reads_host(self) -> bool:
         """Whether a decode step through this op reads back to the host."""
