@@ -415,7 +415,8 @@ class Simulator:
             by_kernel.setdefault(call.kernel.name, []).append(self.text(call))
         _runtime(self.checked)
         # Two halves of each kernel's instances at a time: clang works on one core.
-        halves = [half for texts in by_kernel.values() for half in (texts[::2], texts[1::2]) if half]
+        each = [list(dict.fromkeys(texts)) for texts in by_kernel.values()]
+        halves = [half for texts in each for half in (texts[::2], texts[1::2]) if half]
         with ThreadPoolExecutor(2) as pool:
             for built in pool.map(lambda half: build(half, self.checked), halves):
                 self._built.update(dict.fromkeys(built.entries, built))
