@@ -129,7 +129,7 @@ _SEPARATE_SHARED_EXPERT = (
 # By name: the best reader of pages is another one than the best reader of a contiguous cache.
 _PAGE_READERS = (
     Need("decode_attention.variant", ("best", "reference", "mlx", "matmul"), "metal"),
-    Need("prefill_attention", ("best", "reference", "mlx", "tiled"), "gathered"),
+    Need("prefill_attention", ("best", "reference", "mlx", "tiled", "metal"), "gathered"),
 )
 
 
@@ -564,7 +564,7 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         "this variant reads keys and values as one contiguous array",
     ),
     Impossible(
-        {"cache.layout": ("paged",), "prefill_attention": ("reference", "mlx", "tiled")},
+        {"cache.layout": ("paged",), "prefill_attention": ("reference", "mlx", "tiled", "metal")},
         "this variant reads keys and values as one contiguous array",
     ),
     Impossible(

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from engine.device import device_kind
 from engine.kernels import attention as kernels
+from engine.kernels import attention_prefill as prefill
 from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.pages import Paged
@@ -152,6 +153,24 @@ def attention_tiled(
     return mx.concatenate(out, axis=2).reshape(1, heads, rows, dim)
 
 
+def attention_fused(
+    q: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    position: mx.array | None = None,
+    *,
+    tile: str = prefill.TILES[0],
+) -> mx.array:
+    """Our kernel, which keeps no scores, for 16-bit rows whose position the host knows; else `attention_tiled`.
+
+    tile: one of the kernel's.
+    """
+    if position is not None or q.dtype == mx.float32:
+        return attention_tiled(q, keys, values, scale, position)
+    return prefill.attention_metal(q, keys, values, scale, tile=tile)
+
+
 def in_one_piece(rows: mx.array | Paged) -> mx.array:
     """Keys or values as one array, pages gathered."""
     return rows.gathered() if isinstance(rows, Paged) else rows
@@ -278,6 +297,13 @@ PREFILL_ATTENTION = _op(
         _REFERENCE,
         _MLX,
         Variant("tiled", attention_tiled, "packed products over tiles of up to 256 rows, score memory bounded"),
+        Variant(
+            "metal",
+            attention_fused,
+            "our kernel: matrix tiles with a running maximum and sum, no scores kept, one text for Metal and CUDA",
+            supports=prefill.supports,
+            tiles=prefill.TILES,
+        ),
         Variant(
             "gathered",
             attention_gathered_prefill,
