@@ -238,7 +238,7 @@ def warnings(runs: Sequence[RunRow], study: Study) -> list[str]:
         said.append("These rows come from different machines, models or versions; their series are kept apart by name.")
     if any((run.git or {}).get("dirty") for run in runs):
         said.append("The working tree had uncommitted changes when this was measured.")
-    if any(r.unit == "block" for r in study.results if not r.aa):
+    if any(r.unit == "block" and r.units for r in study.results if not r.aa):
         said.append("This process only: intervals come from blocks of one session. A new process may differ by more.")
     margins = [r.margin for r in study.results if r.margin is not None]
     if margins and max(margins) > NOISY_MARGIN:

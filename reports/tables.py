@@ -89,6 +89,7 @@ def tables(study: Study) -> dict[str, Table]:
         contrasts(study, aa=True),
         rates(study, "prefill"),
         rates(study, "decode"),
+        energy(study),
         points(study),
         gaps(study),
         guard(study),
@@ -177,6 +178,42 @@ def rates(study: Study, phase: str) -> Table:
 
 def _rate(value: Any) -> str:
     return text.gap(value) if isinstance(value, str) else text.number(value)
+
+
+LEAST_ENERGY_SECONDS = 1.0
+"""Time over which an energy counter must have run for a figure to be made of it: it steps some ten times a second."""
+
+
+def energy(study: Study) -> Table:
+    """Joules a token beside tokens a second, where the machine counted them."""
+    sums: dict[tuple[str, str, int, str], list[float]] = {}
+    for row in study.rows.samples:
+        joules, elapsed = finite(row.extra.get("energy_j")), finite(row.elapsed_ns)
+        if row.status == "ok" and row.block >= 0 and joules and elapsed and row.work_tokens > 0:
+            key = (study.label(row.run_id, row.arm), row.phase, row.frontier, text.plain(row.extra.get("energy_of")))
+            total = sums.setdefault(key, [0.0, 0.0, 0.0])
+            for place, value in enumerate((joules, elapsed / 1e9, row.work_tokens)):
+                total[place] += value
+    rows = []
+    for (arm, phase, frontier, source), (joules, seconds, tokens) in sums.items():
+        cell = study.cells.get((arm, phase, frontier))  # type: ignore[arg-type]
+        if cell is None or cell.median is None or seconds < LEAST_ENERGY_SECONDS:
+            continue
+        row = {"arm": arm, "phase": phase, "frontier": frontier, "median": cell.median, "source": source}
+        rows.append(row | {"joules_per_token": joules / tokens, "watts": joules / seconds, "seconds": seconds})
+    columns = [
+        Column("arm", "arm"),
+        Column("phase", "phase"),
+        _FRONTIER,
+        Column("median", "tok/s, median", text.number, True),
+        Column("joules_per_token", "J a token", text.number, True),
+        Column("watts", "W", text.number, True),
+        Column("source", "whose energy"),
+    ]
+    empty = (
+        "Not measured: this machine has no counter that could be read (pip install '.[energy]' brings the libraries)."
+    )
+    return Table("energy", "Energy from the machine's own counter", columns, rows, empty)
 
 
 def points(study: Study) -> Table:

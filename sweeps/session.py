@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 
 from sweeps.clock import Window, WindowVoid, timed
+from sweeps.energy import spent
 from sweeps.environment import condition_flags
 from sweeps.guard import same_path
 from sweeps.ledger import CRASH, LAUNCHES, Ledger
@@ -114,6 +115,7 @@ class Session:
         self._states: dict[int, tuple[str, int, int, CanonicalState]] = {}
         self._place = {point.key: place for place, point in enumerate(job.points)}
         self._guarded: dict[str, Mapping[str, dict[str, Any]]] = {}
+        self._joules: float | None = None
 
     def run(self) -> bool:
         """Measure everything that is not finished.
@@ -203,6 +205,7 @@ class Session:
         live.ready = Ready(point.frontier, trial, done.next_token)
         row = self._row(context, cell, live, "ok")
         row.elapsed_ns = window.elapsed_ns
+        row.extra |= self._energy()
         return self._prefilled(row, done, done.chunks, done.cached_tokens, tokens, trial)
 
     def _prefilled(
@@ -359,7 +362,7 @@ class Session:
         row = self._row(context, cell, live, "ok")
         row.elapsed_ns, row.work_tokens = window.elapsed_ns, len(window.value.tokens)
         row.tokens_hash = digest(window.value.tokens)
-        row.extra |= window.value.extra | self._source(live)
+        row.extra |= window.value.extra | self._source(live) | self._energy()
         if row.work_tokens != context.point.decode_tokens:
             row.reason = f"decoded {row.work_tokens} tokens, {context.point.decode_tokens} were asked for"
         return row
@@ -656,11 +659,19 @@ class Session:
         context.first.setdefault(live.name, {}).update(facts)
 
     def _timed(self, work: Callable[[], Any], spent_ns: int = 0) -> Window[Any]:
+        before = self.tools.energy.read()
         window = timed(self.tools.clock, work, self.tools.device.drain)
+        self._joules = spent(before, self.tools.energy.read())
         seconds = (spent_ns + window.elapsed_ns) / 1e9
         if seconds > self._cap:
             raise WindowTimeout(f"took {seconds:.1f} s, the cap is {self._cap:g} s")
         return window
+
+    def _energy(self) -> dict[str, Any]:
+        """What the last window took, where the machine counts it; a walk is made of stretches: none there."""
+        if self._joules is None:
+            return {}
+        return {"energy_j": self._joules, "energy_of": self.tools.energy.source}
 
     def _row(self, context: Context, cell: Cell, live: Live, status: Status) -> SampleRow:
         point, arm = context.point, live.arm

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from sweeps.clock import Clock
+from sweeps.energy import NO_METER, Meter
 from sweeps.points import Arm, Point
 from sweeps.prompts import Prompts
 from sweeps.rows import SampleRow
@@ -128,6 +129,7 @@ class Tools:
         launches: what a decode step of a subject launches at each of some frontiers, given prompts by their length.
         report: called with a line of text after each window.
         in_flight: told the window about to run, and None after it.
+        energy: the machine's counter of energy, if it has one.
     """
 
     store: Store
@@ -141,6 +143,7 @@ class Tools:
     launches: LaunchCounter | None = None
     report: Callable[[str], None] = lambda text: None
     in_flight: Callable[[Cell | None], None] = lambda cell: None
+    energy: Meter = NO_METER
 
 
 @contextmanager

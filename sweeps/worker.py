@@ -22,7 +22,7 @@ from typing import Any
 
 import engine  # noqa: F401  (chooses the BLAS before MLX loads)
 from engine.config import ModelConfig
-from sweeps import ceilings, environment, sentinel, subjects
+from sweeps import ceilings, energy, environment, sentinel, subjects
 from sweeps.clock import Clock, SystemClock
 from sweeps.guard import PointGuard
 from sweeps.points import APART, Arm, Job, Point, sample_row
@@ -119,6 +119,7 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
         launches=_launches(shared),
         report=progress.line,
         in_flight=in_flight_file(job, session),
+        energy=energy.meter(str(row.machine.get("device_kind"))),
     )
     tools.sentinel.warm_up()
     left = budget_seconds - (clock.now_ns() - start) / 1e9

@@ -331,9 +331,9 @@ def needs(extra: str | None = None) -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = project["optional-dependencies"][extra] if extra else project["dependencies"]
     # An extra that takes in another one names the project itself.
-    own = [match[1] for need in wanted if (match := re.fullmatch(rf"{project['name']}\[(\w+)\]", need))]
+    own = [match[1] for need in wanted if (match := re.fullmatch(rf"{project['name']}\[([\w,]+)\]", need))]
     named = {plain(re.split(r"[\[<>=;\s]", need)[0]) for need in wanted} - {project["name"]}
-    return named.union(*map(needs, own))
+    return named.union(*(needs(one) for names in own for one in names.split(",")))
 
 
 def test_what_is_imported_is_asked_for() -> None:
