@@ -35,7 +35,7 @@ def _scaled(factor: float) -> Callable[[Any], str]:
     return show
 
 
-_GIGA, _TERA, _MICRO = _scaled(1e-9), _scaled(1e-12), _scaled(1e6)
+_MEGA, _GIGA, _TERA, _MICRO = _scaled(1e-6), _scaled(1e-9), _scaled(1e-12), _scaled(1e6)
 
 
 def device(study: Study) -> Table:
@@ -129,7 +129,7 @@ def steps(study: Study) -> Table:
         Column("arm", "arm"),
         _FRONTIER,
         Column("step", "time a token, µs", _MICRO, True),
-        Column("bytes", "least bytes, GB", _GIGA, True),
+        Column("bytes", "least bytes, MB", _MEGA, True),
         Column("reached", "GB/s reached", _GIGA, True),
         Column("share", "of the device's", text.percent, True),
         Column("floor", "bytes alone, µs", _MICRO, True),
@@ -187,7 +187,7 @@ def prefills(study: Study) -> Table:
         Column("flops", "least TFLOP", _TERA, True),
         Column("rate", "TFLOP/s reached", _TERA, True),
         Column("share", "of the device's", text.percent, True),
-        Column("bytes", "least bytes, GB", _GIGA, True),
+        Column("bytes", "least bytes, MB", _MEGA, True),
         Column("bandwidth_share", "of its bandwidth", text.percent, True),
     ]
     rows = []
@@ -224,7 +224,7 @@ def least(study: Study) -> list[Table]:
                     values = {op: by_op[op][which] for op in _OPS}
                     rows.append(where | values | {"total": sum(values.values())})
     return [
-        _least("bytes", "Least GB of a decode step, or of a whole prompt, by op", _GIGA, bytes_rows, len(models)),
+        _least("bytes", "Least MB of a decode step, or of a whole prompt, by op", _MEGA, bytes_rows, len(models)),
         _least("flops", "Least GFLOP of a decode step, or of a whole prompt, by op", _GIGA, flops_rows, len(models)),
     ]
 

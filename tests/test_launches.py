@@ -175,15 +175,16 @@ def test_the_device_is_asked_by_difference(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_device_launches_what_is_predicted():
-    """Every layer kind of the real geometry, one period of it twice."""
+@pytest.mark.parametrize(("config", "most"), [(fused(), 0.03), (EngineConfig(), 0.06)], ids=["fused", "off"])
+def test_the_device_launches_what_is_predicted(config, most):
+    """Both kinds of layer at the real sizes. MLX's ops also copy inputs with strides, which no graph tells."""
     if not mx.cuda.is_available():
         pytest.skip("launches are recorded on CUDA only")
     pytest.importorskip("torch")
-    config = dataclasses.replace(REAL, num_hidden_layers=8, num_experts=32)
-    engine = Engine(config, make_weights(config), fused())
+    geometry = dataclasses.replace(REAL, num_hidden_layers=8, num_experts=32)
+    engine = Engine(geometry, make_weights(geometry), config)
     facts = of_subject(EngineSubject(engine), [256], lambda count: list(range(5, 5 + count)))
     engine.cache.reserve(512)
     step = of_engine(engine, 256)
     assert facts[256].get("launches_uncounted") is None
-    assert facts[256]["launches_device"] == pytest.approx(step.launches, rel=0.03), facts[256]["kernels"]
+    assert facts[256]["launches_device"] == pytest.approx(step.launches, rel=most), facts[256]["kernels"]

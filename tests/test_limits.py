@@ -126,7 +126,7 @@ def test_the_page_is_part_of_every_report(tmp_path):
     assert main(["build", str(folder)]) == 0
     for name in ("report.html", "report.md"):
         text = (folder / name).read_text(encoding="utf-8")
-        for heading in ("a launch, µs", "least bytes, GB", "795 in 555 stages", "The cost of T rows over one row"):
+        for heading in ("a launch, µs", "least bytes, MB", "795 in 555 stages", "The cost of T rows over one row"):
             assert heading in text, (name, heading)
     assert (folder / "tables" / "limits-decode.csv").exists()
 
