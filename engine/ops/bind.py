@@ -70,6 +70,11 @@ class BoundOp:
         mine = [c for c in self.tuned if c.phase == phase and c == nearest(self.tuned, phase, rows, c.context)]
         return [(choice, _tile(choice.settings)) for choice in mine]
 
+    def always(self, variant: str) -> bool:
+        """Whether every call with few rows runs that variant, whatever the context."""
+        tuned = {choice.variant for choice in self.tuned if choice.phase == "decode"} if self.free else set()
+        return {self.decode.name, *tuned} == {variant} or tuned == {variant}
+
     @property
     def reads_host(self) -> bool:
         """Whether a decode step through this op reads back to the host."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
@@ -173,6 +174,17 @@ def _shared_settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dic
     return {"shared": "beside"} if beside else {}
 
 
+def experts_expanded_grouped(x: mx.array, routing: Routing, w: Experts, tile: str = "best") -> mx.array:
+    """As `experts_packed`, with the routed stacks expanded into arrays once per use, which the same kernels then read.
+
+    Raises:
+        KernelError: as `experts_packed`.
+    """
+    gate, up, down = (Matrix(m.dense(x.dtype)) for m in (w.gate_proj, w.up_proj, w.down_proj))
+    expanded = dataclasses.replace(w, gate_proj=gate, up_proj=up, down_proj=down)
+    return experts_packed(x, routing, expanded, tile)
+
+
 def _settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
     """The tile that `experts_packed` is to run with."""
     _, routing, w = arguments
@@ -271,6 +283,15 @@ EXPERTS = declare(
                     "packed",
                     experts_packed,
                     "our kernels for many rows: grouped on the device, packed products by matrix units, no host read",
+                    supports=experts_prefill.supports,
+                    tiles=tuple(experts_prefill.TILES),
+                    settings=("tile",),
+                    settled=_settled,
+                ),
+                Variant(
+                    "expanded_grouped",
+                    experts_expanded_grouped,
+                    "stacks expanded into arrays, then the kernels of packed on those",
                     supports=experts_prefill.supports,
                     tiles=tuple(experts_prefill.TILES),
                     settings=("tile",),

@@ -12,6 +12,7 @@ from experts_prefill_cases import (
     PRODUCTS,
     SIZES,
     TYPES,
+    Product,
     Size,
     chosen,
     dense,
@@ -91,7 +92,9 @@ def grouped(ids: mx.array, experts: int, rows: int) -> tuple[np.ndarray, np.ndar
     return np.array(pairs), np.array(tiles)
 
 
-@pytest.mark.parametrize("size", [*SIZES, Size(600, 64, 64, 5, 2)], ids=str)
+@pytest.mark.parametrize(
+    "size", [SIZES[1], Size(70, 0, 0, 8, 2, "one"), Size(17, 0, 0, 33, 3, "few"), Size(600, 0, 0, 5, 1)], ids=str
+)
 def test_pairs_are_sorted_and_tiled_on_the_device(size, monkeypatch):
     """Bounds, races and words that no one writes by the checked build; ids as `argpartition` leaves them, in a row."""
     monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)
@@ -120,6 +123,14 @@ def test_a_layer_agrees_with_the_reference(size, monkeypatch, whole):
     assert relative_rms(call.run("16"), call.want()) <= OP.tolerance["bfloat16"]
 
 
+@pytest.mark.full
+def test_stacks_expanded_first_agree_with_the_reference(monkeypatch):
+    call = layer(SIZES[0], mx.bfloat16)
+    monkeypatch.setattr(loader, "launch", Simulator().launch)
+    got = OP.variants["expanded_grouped"].run(call.x, call.routing, call.w, tile="32") + call.residual
+    assert relative_rms(got, call.want()) <= OP.tolerance["bfloat16"]
+
+
 @pytest.fixture(scope="module")
 def whole() -> Simulator:
     """A simulator for whole layers, which keeps what it compiled."""
@@ -143,8 +154,8 @@ def test_tile_agrees_with_the_reference_and_is_clean_on_every_size(tile, dtype, 
     for size in SIZES:
         call = layer(size, TYPES[dtype])
         assert relative_rms(call.run(tile), call.want()) <= OP.tolerance[dtype]
-    for size in PRODUCTS.values():
-        x, matrices = dense(size, TYPES[dtype])
+    for other in (tile, TILES[TILES.index(tile) - 1]):
+        x, matrices = dense(PRODUCTS[other], TYPES[dtype])
         assert relative_rms(multiply(x, matrices, tile), multiplied(x, matrices)) <= LINEAR.tolerance[dtype]
 
 
@@ -170,45 +181,60 @@ def test_accesses_are_clean_and_each_weight_is_read_once_per_tile(monkeypatch):
     assert up["out"].stored == pairs * size.wide * 2 and down["out"].stored == pairs * size.hidden * 2
 
 
-# name: what is replaced, and the kind of report
+# name: what is replaced in a gated product, and the kind of report
 RUN = {
-    "no barrier between staging and product": ({f"STORE_ROWS(0u)\n{MEET}": "STORE_ROWS(0u)\n"}, "race"),
-    "the buffer that is being read": ({"STORE_ROWS(1u - buffer)": "STORE_ROWS(buffer)"}, "race"),
-    "rows past the tile's": ({"if (row < count && base + n < outputs)": "if (base + n < outputs)"}, "race"),
-    "weights past the last row": ({"(n < outputs ? n : outputs - 1u) * units": "n * units"}, "bounds"),
-    "expert of another tile": ({"expert = uint(tiles[tile * 4u]);": "expert = uint(tiles[tile * 4u]) + 1u;"}, "bounds"),
+    "no barrier between staging and product": (f"STORE_ROWS(0u)\n{MEET}", "STORE_ROWS(0u)\n", "race"),
+    "the buffer that is being read": ("STORE_ROWS(1u - buffer)", "STORE_ROWS(buffer)", "race"),
+    "rows past the end": ("if (row < count && base + n < outputs)", "if (base + n < outputs)", "bounds"),
+    "weights past the last row": ("(n < outputs ? n : outputs - 1u) * units", "n * units", "bounds"),
 }
-# A row that two tiles store is a race, and the ids past the last pair are out of bounds.
-ALSO = {"race": ("uninitialised", "bounds"), "bounds": ("race",)}
+ALSO = {"race": ("uninitialised",), "bounds": ("race",)}
 WRONG = {
-    "pairs of codes exchanged": {"s % 2 * 2 + j": "s % 2 * 2 + 1 - j"},
-    "scale of another group": {"scales_of[l / OWN][unit / 2u]": "scales_of[l / OWN][unit / 4u]"},
-    "gate and up exchanged": {"codes_of[l / OWN][unit": "codes_of[1 - l / OWN][unit"},
-    "row of another pair": {"uint(pairs[r]) / uint(CHOSEN)": "uint(pairs[r]) % uint(CHOSEN)"},
-    "unweighted": {"multiply_add(weight, value[i], sum[i])": "multiply_add(1.0f, value[i], sum[i])"},
+    "pairs of codes exchanged": ("s % 2 * 2 + j", "s % 2 * 2 + 1 - j"),
+    "scale of another group": ("scales_of[l / OWN][unit / 2u]", "scales_of[l / OWN][unit / 4u]"),
+    "gate and up exchanged": ("codes_of[l / OWN][unit", "codes_of[1 - l / OWN][unit"),
 }
-SMALL = Size(19, 192, 64, 3, 2)
+WRONG_LAYER = {
+    "row of another pair": ("uint(pairs[r]) / uint(CHOSEN)", "uint(pairs[r]) % uint(CHOSEN)"),
+    "product at another pair's place": ("uint(pairs[to])", "to"),
+    "unweighted": ("multiply_add(weight, value[i], sum[i])", "multiply_add(1.0f, value[i], sum[i])"),
+}
+GATED = Product(9, 192, 34, gated=True)
+SMALL = Size(12, 192, 64, 8, 2)
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_the_checked_run_reports(name, monkeypatch):
-    replaced, kind = RUN[name]
-    call = layer(SMALL, mx.bfloat16)
-    texts = [simulator.source(one) for one in launches(lambda: call.run("16"), monkeypatch)]
-    assert all(any(old in text for text in texts) for old in replaced)
-    monkeypatch.setattr(loader, "launch", Simulator(checked=True, replace=replaced).launch)
+    old, new, kind = RUN[name]
+    x, matrices = dense(GATED, mx.bfloat16)
+    (one,) = launches(lambda: multiply(x, matrices, "16"), monkeypatch)
+    assert simulator.source(one).count(old) == 1
+    monkeypatch.setattr(loader, "launch", Simulator(checked=True, replace={old: new}).launch)
     with pytest.raises(LaunchReport) as caught:
-        call.run("16")
+        multiply(x, matrices, "16")
     kinds = {line.partition(" at ")[0].partition("\t")[0] for line in str(caught.value).splitlines()}
     assert kind in kinds and kinds <= {kind, *ALSO[kind]}, caught.value
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_comparison_sees_a_wrong_result(name, monkeypatch):
+    old, new = WRONG[name]
+    x, matrices = dense(GATED, mx.bfloat16)
+    (one,) = launches(lambda: multiply(x, matrices, "16"), monkeypatch)
+    assert old in simulator.source(one)
+    monkeypatch.setattr(loader, "launch", Simulator(replace={old: new}).launch)
+    assert relative_rms(multiply(x, matrices, "16"), multiplied(x, matrices)) > 2 * LINEAR.tolerance["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if i == 0 else pytest.param(name, marks=pytest.mark.full) for i, name in enumerate(WRONG_LAYER)]
+)
+def test_the_comparison_sees_a_wrong_layer(name, monkeypatch):
+    old, new = WRONG_LAYER[name]
     call = layer(SMALL, mx.bfloat16)
-    texts = [simulator.source(one) for one in launches(lambda: call.run("16"), monkeypatch)]
-    assert all(any(old in text for text in texts) for old in WRONG[name])
-    monkeypatch.setattr(loader, "launch", Simulator(replace=WRONG[name]).launch)
+    assert any(old in simulator.source(one) for one in launches(lambda: call.run("16"), monkeypatch))
+    simulated = Simulator(replace={old: new})
+    monkeypatch.setattr(loader, "launch", simulated.launch)
     assert relative_rms(call.run("16"), call.want()) > 2 * OP.tolerance["bfloat16"]
 
 
