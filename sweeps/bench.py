@@ -111,11 +111,18 @@ class Bench:
         rounds: dict[str, list[float]] = {}
         ahead = near
         if not everyone and len(near) > FINALISTS:
-            rounds = self._rounds(works, near, count, ROUNDS, 1, start, 0.4)
-            ahead = sorted(near, key=lambda name: statistics.median(rounds[name]))[:FINALISTS]
-            ahead += [base] if base in near and base not in ahead else []
-        finals = self._rounds(works, ahead, count, FINAL_ROUNDS, LEAST_ROUNDS, start, 1.0)
-        return {name: Timing(first[name], tuple(rounds.get(name, ())), tuple(finals.get(name, ()))) for name in first}
+            rounds = self._rounds(works, near, count, ROUNDS, 1, start + round(4e8 * self.seconds), failed)
+            ahead = sorted(rounds, key=lambda name: statistics.median(rounds[name]))[:FINALISTS]
+            ahead += [base] if base in rounds and base not in ahead else []
+        finals = self._rounds(
+            works, ahead, count, FINAL_ROUNDS, LEAST_ROUNDS, start + round(1e9 * self.seconds), failed
+        )
+        lost = {*near} - {*(rounds or near)} | {*ahead} - {*finals}
+        return {
+            name: Timing(first[name], tuple(rounds.get(name, ())), tuple(finals.get(name, ())))
+            for name in first
+            if name not in lost
+        }
 
     def _rounds(
         self,
@@ -124,16 +131,20 @@ class Bench:
         passes: int,
         count: int,
         least: int,
-        start: int,
-        share: float,
+        end_ns: int,
+        failed: Callable[[str, Exception], None],
     ) -> dict[str, list[float]]:
+        """Times by name, without those that failed; after `end_ns` no round is begun once there are `least`."""
         made: dict[str, list[float]] = {name: [] for name in names}
         for done in range(count):
-            late = (self.clock.now_ns() - start) / 1e9 > share * self.seconds
-            if late and done >= least:
+            if done >= least and self.clock.now_ns() > end_ns:
                 break
-            for name in self._random.sample(names, len(names)):
-                made[name].append(self._once(works[name], passes))
+            for name in self._random.sample(list(made), len(made)):
+                try:
+                    made[name].append(self._once(works[name], passes))
+                except Exception as error:
+                    del made[name]
+                    failed(name, error)
         return made
 
     def _once(self, work: Work, passes: int) -> float:

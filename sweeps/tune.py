@@ -11,8 +11,10 @@ What was measured is kept line by line in ``<chip>.jsonl``; the same command ski
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,9 +64,11 @@ UNCACHED_BYTES = {"cpu": 1 << 26, "metal": 1 << 28, "cuda": 1 << 28}
 """Bytes that a pass over all copies reads, where the model has so many layers: beyond any cache."""
 MOST_BYTES = {"cpu": 1 << 29, "metal": 3 << 30, "cuda": 4 << 30}
 """Bytes of inputs held at once."""
-SENTINEL_SECONDS = 5.0
+SENTINEL_SECONDS = 2.0
 CHECKED_BYTES = 1 << 26
-"""Cases up to this size are held against the reference; larger ones against the op that stands in place."""
+"""Attention over caches up to this size is held against the reference, over larger ones against the op in place."""
+FAR_BEHIND = 5.0
+"""From so many times the fastest on, a variant is not tried with more rows."""
 
 PROMPT, STEPS = 256, {"cpu": 4, "metal": 16, "cuda": 16}
 """Tokens in the cache of a timed step, and steps of a window."""
@@ -275,6 +279,8 @@ class Tuner:
             made = self._costs(refused, known)
         else:
             made = self._op(cell, refused, known)
+        # What was compiled holds its inputs until it is collected.
+        gc.collect()
         mx.clear_cache()
         return row | made | {"refused": refused}
 
@@ -282,7 +288,7 @@ class Tuner:
 
     def _op(self, cell: Cell, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
         op, calls = OPS[cell.op], self._calls(cell)
-        base = self.base(op, cell.phase)
+        base = self.base(op, cell)
         contenders = {}
         wanted: Any = None
         behind = self._behind(cell, known)
@@ -308,12 +314,12 @@ class Tuner:
         timings = self._timed(contenders, base, refused)
         return {"base": base, "calls": len(calls), "contenders": _rows(contenders, timings)}
 
-    def base(self, op: Op, phase: Phase) -> str:
-        """The variant to beat: MLX's own op where it runs here, else what the declared order takes."""
-        own = op.variants.get("mlx")
-        if own is not None and own.supports(None, self.kind) is None:
-            return own.name
-        return op.choose("best", self.kind, phase).name
+    def base(self, op: Op, cell: Cell) -> str:
+        """The variant to beat: MLX's own op where it may run, else what the declared order takes."""
+        names = ("mlx", *op.order[self.kind, cell.phase], *op.variants)  # pyright: ignore[reportArgumentType]
+        there = [op.variants[name] for name in names if name in op.variants]
+        runs = [v.name for v in there if v.supports(None, self.kind) is None and not self._why_not(op, cell, v)]
+        return runs[0]
 
     def _points(self, cell: Cell, variant: Variant, known: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """All points at one row and in prefill; at 2 to 8 rows its own rule and what was best at one row."""
@@ -330,9 +336,11 @@ class Tuner:
         fewer = [c for c in self.cells if c.op == cell.op and c.phase == cell.phase and c.rows < cell.rows]
         found: dict[str, str] = {}
         for row in (known[key] for c in fewer if (key := self.key(c)) in known):
-            times = {c["variant"]: _timing(c).median for c in row["contenders"]}
+            times: dict[str, float] = {}
+            for c in row["contenders"]:
+                times[c["variant"]] = min(times.get(c["variant"], math.inf), _timing(c).median)
             for name, ns in times.items():
-                if ns > 5 * min(times.values()):
+                if ns > FAR_BEHIND * min(times.values()):
                     found[name] = f"{ns / min(times.values()):.0f} times the fastest at {row['rows']} rows"
         return found
 
@@ -392,9 +400,10 @@ class Tuner:
         return work
 
     def _wanted(self, op: Op, cell: Cell, calls: list[tuple[Any, ...]], base: Variant) -> list[list[mx.array]]:
-        """Right outputs of one copy's calls: the reference's for small cases, else those of the op in place."""
+        """Right outputs of one copy's calls: the reference's for few rows, else those of the op in place."""
         cases = self._cases(cell)
-        small = sum(map(op.least_bytes, cases)) <= CHECKED_BYTES and cell.rows <= DECODE_ROWS
+        light = op.context is None or sum(map(op.least_bytes, cases)) <= CHECKED_BYTES
+        small = light and cell.rows <= DECODE_ROWS
         judge = op.reference if small else base
         made = [_comparable(judge.run(*call)) for call in calls[: len(cases)]]
         mx.eval(made)

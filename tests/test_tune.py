@@ -156,6 +156,24 @@ def test_contenders_take_turns_in_an_order_that_the_seed_decides(clock):
     assert all(sorted(first[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(first), 3))
 
 
+def test_one_that_fails_in_its_rounds_is_refused_and_the_rest_are_timed(clock):
+    runs = {"a": 0, "b": 0, "c": 0, "d": 0}
+
+    def work(name: str) -> Callable[[int], None]:
+        def once(passes: int) -> None:
+            runs[name] += 1
+            clock.advance(10**6)
+            if name == "b" and runs[name] > 2:
+                raise MemoryError("no room")
+
+        return once
+
+    refused: list[str] = []
+    bench = Bench(clock, lambda: None, window_ns=1, seconds=1e9)
+    timings = bench.compare({n: work(n) for n in runs}, "a", failed=lambda name, _: refused.append(name))
+    assert timings.keys() == {"a", "c", "d"} and refused == ["b"] and timings["c"].finals
+
+
 def test_a_variant_that_reads_the_host_is_timed_and_not_chosen_for_a_step(faked, weights, clock, tmp_path):
     faked(lambda name, settings: 100 if name == "host" else 1_000_000)
     made = tuner(weights, tmp_path, clock, steps=False)
