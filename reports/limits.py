@@ -18,13 +18,24 @@ from sweeps.rows import RunRow
 ROWS = 8
 """Most rows of a pass whose cost is told."""
 
+MOST_NAMES = 12
+"""Kernels of an arm that are named one by one."""
+
 _OPS = ("linear", "route", "experts", "gated_delta", "attention", "norm", "head")
 _FRONTIER = Column("frontier", "context", text.tokens, True)
 
 
 def limits(study: Study) -> list[Table]:
     """The tables of the page, in reading order."""
-    return [device(study), launches(study), steps(study), prefills(study), *least(study), row_costs(study)]
+    return [
+        device(study),
+        launches(study),
+        operations(study),
+        steps(study),
+        prefills(study),
+        *least(study),
+        row_costs(study),
+    ]
 
 
 def _scaled(factor: float) -> Callable[[Any], str]:
@@ -121,6 +132,38 @@ def _told(study: Study) -> Iterator[tuple[str, int, dict[str, Any]]]:
     for row in study.rows.samples:
         if LAUNCHES in row.flags:
             yield study.label(row.run_id, row.arm), row.frontier, row.extra
+
+
+def operations(study: Study) -> Table:
+    """What a step of each arm launches, by kernel where the device was asked, else by operation as predicted."""
+    columns = [
+        Column("arm", "arm"),
+        _FRONTIER,
+        Column("name", "kernel or operation"),
+        Column("launches", "launches a step", text.number, True),
+        Column("source", "from"),
+    ]
+    seen: dict[str, tuple[int, dict[str, Any], str]] = {}
+    for arm, frontier, told in _told(study):
+        for key, source in (("kernels", "device"), ("operations", "graph")):
+            # One context an arm: the one where the device was asked, else the first.
+            if told.get(key) and (arm not in seen or (source == "device" and seen[arm][2] == "graph")):
+                seen[arm] = frontier, told[key], source
+    rows = []
+    for arm, (frontier, counts, source) in seen.items():
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        shown = [*ordered[:MOST_NAMES]]
+        if others := ordered[MOST_NAMES:]:
+            shown.append((f"{len(others)} others", sum(count for _, count in others)))
+        where = {"arm": arm, "frontier": frontier, "source": source}
+        rows += [where | {"name": _short(name), "launches": count} for name, count in shown]
+    return Table("limits-operations", "What a decode step launches", columns, rows, "These rows do not say.")
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its arguments, which run to hundreds of letters."""
+    name = name.removeprefix("void ").split("(")[0].split("<")[0].removeprefix("mlx::core::cu::")
+    return name if len(name) <= 60 else f"{name[:57]}…"
 
 
 def steps(study: Study) -> Table:

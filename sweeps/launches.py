@@ -318,7 +318,8 @@ def of_subject(
 
     Returns:
         By frontier: ``launches_predicted`` and ``stages_predicted``, None where `launches_unpredicted` says why;
-        ``operations``, launches by name; and at one frontier ``launches_device``, or `launches_uncounted` why not.
+        ``operations``, predicted launches by name; and at one frontier ``launches_device`` and ``kernels``, counted
+        launches by name, or `launches_uncounted` why not.
     """
     facts: dict[int, dict[str, Any]] = {at: {} for at in frontiers}
     engine = getattr(subject, "engine", None)
@@ -335,7 +336,7 @@ def of_subject(
         if shortest > MOST_PROMPT:
             raise Uncounted(f"counted at no more than {MOST_PROMPT} tokens")
         each, kernels = _profiled(subject, prompt(shortest))
-        facts[shortest] |= {"launches_device": each, "kernels": {name[:80]: n for name, n in kernels.items()}}
+        facts[shortest] |= {"launches_device": each, "kernels": kernels}
     except Uncounted as why:
         facts[shortest] |= {"launches_device": None, "launches_uncounted": str(why)}
     finally:
@@ -343,7 +344,7 @@ def of_subject(
     return facts
 
 
-def _profiled(subject: Subject, prompt: Sequence[int]) -> tuple[float, dict[str, int]]:
+def _profiled(subject: Subject, prompt: Sequence[int]) -> tuple[float, dict[str, float]]:
     _profiler()
     subject.reset()
     first = subject.prefill(prompt).next_token
@@ -356,11 +357,11 @@ def _profiled(subject: Subject, prompt: Sequence[int]) -> tuple[float, dict[str,
     return on_device(decode)
 
 
-def on_device(decode: Callable[[int], Any]) -> tuple[float, dict[str, int]]:
+def on_device(decode: Callable[[int], Any]) -> tuple[float, dict[str, float]]:
     """Launches a step that a profiler counts while `decode(n)` decodes `n` tokens, always from the same place.
 
     Returns:
-        Launches a step, and how many records of each kernel the difference of the two stretches holds.
+        Launches a step, in all and by kernel.
 
     Raises:
         Uncounted: no profiler sees this device.
@@ -371,7 +372,8 @@ def on_device(decode: Callable[[int], Any]) -> tuple[float, dict[str, int]]:
     if not many:
         raise Uncounted("the profiler recorded no kernel of this process")
     many.subtract(few)
-    return sum(many.values()) / (LONG - SHORT), {name: n for name, n in many.most_common() if n}
+    by_kernel = {name: count / (LONG - SHORT) for name, count in many.most_common() if count}
+    return sum(by_kernel.values()), by_kernel
 
 
 def _profiler() -> Callable[[], Any]:

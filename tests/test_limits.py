@@ -19,6 +19,7 @@ from sweeps.least import least_work
 
 GEOMETRY = dataclasses.asdict(ModelConfig())
 LIMITS = {"read_bytes_per_second": 500e9, "bandwidth_bytes_per_second": 400e9, "launch_seconds": 2e-6}
+KERNELS = {"void mlx::core::cu::gather<float>(int)": 3.0} | {f"kernel_{n}": 13.0 for n in range(22)}
 
 
 def told(arm: str, frontier: int, **facts) -> object:
@@ -36,13 +37,13 @@ def window(arm: str, phase: str, frontier: int, seconds: float):
 def tables(tmp_path) -> dict[str, Table]:
     arms = {"full": {"row_costs": [1.0, 1.2, 1.5, 1.9, 2.2, 2.5, 2.8, 3.1], "row_costs_from": "apple-m9-max.json"}}
     run = run_row(machine=MAC | LIMITS, model=REAL | {"arms": arms, "dtype": "bfloat16"})
-    predicted = {"launches_predicted": 290, "stages_predicted": 276}
+    predicted = {"launches_predicted": 290, "stages_predicted": 276, "operations": {"Gather": 3}}
     samples = [
         window("full", "decode", 256, 64 * 0.008),
         window("full", "decode", 4096, 64 * 0.009),
         window("mlx_lm", "decode", 256, 64 * 0.010),
         window("full", "prefill", 4096, 1.0),
-        told("full", 256, **predicted, launches_device=289.0),
+        told("full", 256, **predicted, launches_device=289.0, kernels=KERNELS),
         told("full", 4096, **predicted),
         told("plain", 256, launches_predicted=None, launches_unpredicted="route reads back to the host"),
     ]
@@ -94,6 +95,12 @@ def test_launches_stand_beside_what_others_published(tables):
     assert claim("decode_launches_released").value == 605 and claim("decode_stages_released").value == 425
 
 
+def test_what_a_step_launches_is_named_by_the_device_first(tables):
+    rows = tables["limits-operations"].rows
+    assert {(row["arm"], row["frontier"], row["source"]) for row in rows} == {("full", 256, "device")}
+    assert len(rows) == 13 and rows[-1] == rows[0] | {"name": "11 others", "launches": 10 * 13 + 3}
+
+
 def test_least_work_is_told_by_op_and_adds_up(tables):
     row = row_of(tables["limits-least-bytes"], phase="decode", frontier=4096)
     assert row["total"] == pytest.approx(least_work(ModelConfig(), "decode", 4096, 1)[0], rel=1e-9)
@@ -117,7 +124,7 @@ def test_rows_that_tell_nothing_say_so_in_words(tmp_path):
 def test_a_plan_of_another_version_is_no_geometry(tmp_path):
     job = {"run_id": "r1", "model": {"config": {"vocab_size": 4, "heads_of_the_future": 3}}}
     folder = write_run(tmp_path / "run", [run_row()], [], [], job)
-    assert not limits(study(read_rows([folder])))[4].rows
+    assert not limits(study(read_rows([folder])))[5].rows
 
 
 def test_the_page_is_part_of_every_report(tmp_path):
