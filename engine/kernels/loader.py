@@ -32,7 +32,9 @@ import hashlib
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -126,7 +128,8 @@ class Launch:
     Attributes:
         template: from `Kernel.arguments`.
         grid: threads in all, in x, y and z; threadgroup: threads of one threadgroup, each a divisor of the grid's.
-        shapes, dtypes: of the outputs, which are always fresh arrays.
+        shapes, dtypes: of the outputs, which are fresh arrays.
+        into: arrays that are written instead, as far as the kernel writes; only where launches are recorded.
     """
 
     kernel: Kernel
@@ -136,6 +139,7 @@ class Launch:
     threadgroup: tuple[int, int, int]
     shapes: Sequence[tuple[int, ...]]
     dtypes: Sequence[mx.Dtype]
+    into: Sequence[mx.array] | None = None
 
     def __post_init__(self) -> None:
         name = self.kernel.name
@@ -275,12 +279,29 @@ def _kept(folder: Path, text: str) -> Path:
     return path
 
 
+_recorder: ContextVar[Callable[[Launch], list[mx.array]] | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def recorded(by: Callable[[Launch], list[mx.array]]) -> Iterator[None]:
+    """Launches go to `by` instead of MLX, in this thread."""
+    token = _recorder.set(by)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
 def launch(call: Launch) -> list[mx.array]:
     """Add a kernel's launch to the graph and return its outputs.
 
     Raises:
-        KernelError: the default device is a CPU.
+        KernelError: the default device is a CPU, or the kernel writes into arrays and nothing records it.
     """
+    if (by := _recorder.get()) is not None:
+        return by(call)
+    if call.into is not None:
+        raise KernelError(f"{call.kernel.name} writes into arrays that are there already, which MLX cannot launch")
     device = device_kind()
     if device == "cpu":
         raise KernelError(f"{call.kernel.name} runs on a GPU; MLX's default device is a CPU")
