@@ -6,6 +6,8 @@
     python -m reports gate --base CHECKOUT   the same for this checkout against another: measures, confirms, judges
     python -m reports baseline RUN NAME      keep a run as what later runs of this machine are held against
     python -m reports exact FILE             counts that must not rise, against the committed ones
+    python -m reports catalogue              the README's tables of ops and toggles; --check exits 1 if they are stale
+    python -m reports share RUN              one HTML and one archive of rows, without what names a machine or a person
     python -m reports predict                what Macs should reach, before one was measured
 
 A run is a folder as `python -m sweeps` leaves it. The path of what was written comes last on stdout. Bad input ends
@@ -45,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m reports", description="Reports from the rows of a run.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="build|compare|gate|baseline|exact|predict")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="build|compare|gate|baseline|exact|predict|catalogue|share"
+    )
     build = commands.add_parser("build", help="write the report of one run, or of several together")
     build.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     build.add_argument("--output", type=Path, metavar="DIR", help="folder to write into (default: the run folder)")
@@ -70,6 +74,19 @@ def _parser() -> argparse.ArgumentParser:
     exact.add_argument("--against", type=Path, metavar="FILE", help="committed counts (default: those of the device)")
     exact.add_argument("--renew", action="store_true", help="write the counts as the committed ones")
     exact.set_defaults(run=_exact)
+    catalogue = commands.add_parser(
+        "catalogue",
+        help="the README's tables of ops and toggles",
+        description="Writes the tables from the registry. With --check: exit code 0 if they are right, 1 if stale.",
+    )
+    catalogue.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is stale")
+    catalogue.set_defaults(run=_catalogue)
+    share = commands.add_parser("share", help="a run to pass on, without what names a machine or a person")
+    share.add_argument("run_folder", type=Path, metavar="RUN", help="run folder")
+    share.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder to write into (default: RUN-shared beside it)"
+    )
+    share.set_defaults(run=_share)
     predict = commands.add_parser("predict", help="rates that Macs should reach, from bytes, launches and operations")
     predict.add_argument("--output", type=Path, metavar="FILE", help="default: reports/published/predictions.md")
     predict.set_defaults(run=_predict)
@@ -170,6 +187,26 @@ def _exact(arguments: argparse.Namespace) -> int:
     answer = exact.compare(arguments.counted, arguments.against)
     print("\n".join(exact.announce(answer)))
     return answer.code
+
+
+def _catalogue(arguments: argparse.Namespace) -> int:
+    from reports import catalogue
+
+    stale = catalogue.update(check=arguments.check)
+    if stale and arguments.check:
+        said = " and ".join(stale)
+        print(f"reports: README.md: the table of {said} is stale; run python -m reports catalogue", file=sys.stderr)
+        return 1
+    print(catalogue.README)
+    return 0
+
+
+def _share(arguments: argparse.Namespace) -> int:
+    from reports.share import share
+
+    for path in share(arguments.run_folder, arguments.output):
+        print(path)
+    return 0
 
 
 if __name__ == "__main__":
