@@ -55,6 +55,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of nothing but its rows, for tests that one whole report is enough for."""
+
+    def build(folders: list[Path], output: Path) -> Path:
+        output.mkdir(parents=True)
+        (output / "report.html").write_text(repr(read_rows(folders)), encoding="utf-8")
+        return output / "report.html"
+
+    monkeypatch.setattr(share, "build", build)
+
+
 def everything(page: Path, archive: Path) -> str:
     """All that a reader of both files could see, names of files included."""
     with tarfile.open(archive) as tar:
@@ -79,7 +91,9 @@ def test_nothing_planted_is_left_and_the_rows_still_make_the_report(run: Path, t
     assert "denied" in (shared.samples[3].reason or "")
 
 
-def test_this_machine_and_this_user_are_taken_out_as_well(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_and_this_user_are_taken_out_as_well(
+    run: Path, no_plots: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(getpass, "getuser", lambda: "theophilus")
     monkeypatch.setattr(Path, "home", lambda: Path("/srv/people/theophilus"))
     with (run / "conditions.jsonl").open("a", encoding="utf-8") as file:
@@ -87,7 +101,9 @@ def test_this_machine_and_this_user_are_taken_out_as_well(run: Path, monkeypatch
     assert "theophilus" not in everything(*share.share(run))
 
 
-def test_a_name_that_could_not_be_taken_out_stops_everything(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_could_not_be_taken_out_stops_everything(
+    run: Path, no_plots: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(share.Cleaner, "text", lambda self, value: value)
     with pytest.raises(ReportError, match="nothing was written"):
         share.share(run, run.parent / "out")
@@ -102,7 +118,7 @@ def test_plain_words_and_paths_stay(run: Path) -> None:
 
 
 def test_command_writes_two_files_and_a_suite_is_one(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, no_plots: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = tmp_path / "suite"
     suite.mkdir()
