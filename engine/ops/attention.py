@@ -143,7 +143,7 @@ def attention_tiled(
             # over all scores is spent on a mask.
             own = (packed @ k[:, :, first:end]).reshape(kv, -1, count, count)
             own = mx.where(mx.tri(count, dtype=mx.bool_), own, mx.finfo(own.dtype).min)
-            scores = mx.slice_update(scores, own.reshape(kv, -1, count), mx.array([first], mx.int32), axes=[2])
+            scores[:, :, first:end] = own.reshape(kv, -1, count)
         weights = mx.softmax(scores, axis=-1, precise=True)
         out.append((weights @ v[:, :end]).reshape(kv, heads // kv, count, dim))
         if crowded:
