@@ -25,9 +25,10 @@ from typing import Any
 import mlx.core as mx
 
 from engine.config import ModelConfig
-from engine.pages import PAGE, Paged, rows_of
+from engine.kernels.recent import update_metal
+from engine.pages import PAGE, Paged, Recent, rows_of
 
-Rows = mx.array | Paged
+Rows = mx.array | Paged | Recent
 """A layer's keys or values as attention takes them."""
 Inputs = tuple[mx.array, mx.array, mx.array, mx.array]
 """What a Gated DeltaNet layer's projections make of new rows: qkv, z, b, a, as `engine.ops.gated_delta` takes them."""
@@ -122,6 +123,7 @@ class Cache:
         """Make room for `positions` in all, rounded up to a multiple of `step`; one layer is copied at a time."""
         if positions <= self.capacity:
             return
+        self.settle()
         capacity = -(-positions // self.step) * self.step
         for name in ("keys", "values"):
             for i, old in enumerate(self.state[name]):
@@ -166,6 +168,16 @@ class Cache:
         """What of the next `rows` rows a trace depends on beside shapes; nothing here."""
         return 0
 
+    def finish(self) -> None:
+        """End of a traced pass: every layer has written its rows."""
+
+    def moved(self, rows: int) -> None:
+        """A traced pass has moved the position on the device; follow it on the host."""
+        self.position += rows
+
+    def settle(self) -> None:
+        """Put rows that are kept apart into keys and values; here there are none."""
+
     # -- restore points --------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
@@ -196,6 +208,7 @@ class Cache:
             keys, values ``[attention layers, kv heads, position, head_dim]``; state float32
             ``[linear layers, value heads, value dim, key dim]``; conv ``[linear layers, kernel - 1, conv_dim]``.
         """
+        self.settle()
         s, n = self.state, self.position
         pairs = [tuple(map(in_one_piece, self.shown(i, n))) for i in range(len(self.attention_index))]
         made = {
@@ -351,8 +364,93 @@ class PagedCache(Cache):
         )
 
 
+class RecentCache(Cache):
+    """A `Cache` whose last positions stand apart in one small array of all layers, which each traced pass makes anew.
+
+    A pass that writes into keys and values while an earlier one that reads them is still under way makes MLX copy them
+    whole: it writes in place only where nothing holds the old array. Here steps only read them, and every `ROOM`
+    positions, with nothing under way, the rows that stand apart are put in their place.
+
+    ``state["recent"]``: ``[1, attention layers * 2 * kv heads, ROOM, head_dim]``, position ``state["first"]`` (int32
+    ``[4]``) on; each layer's key heads, then its value heads. Only `engine.kernels.attention` reads such keys.
+    """
+
+    ROOM = 256
+    shared = ("position", "first", "recent")
+
+    def wipe(self) -> None:
+        planes = len(self.config.attention_layers) * 2 * self.config.num_key_value_heads
+        self.state["recent"] = mx.zeros((1, planes, self.ROOM, self.config.head_dim), self.dtype)
+        self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
+        self._hold(0)
+        super().wipe()
+
+    def _hold(self, position: int) -> None:
+        """Rows from `position` on will stand apart; there are none yet."""
+        self.first = self.written = position
+        self.state["first"] = mx.array([position] * 4, dtype=mx.int32)
+
+    def reserve(self, positions: int) -> None:
+        """As `Cache.reserve`; also settles where the next rows would find no room apart."""
+        super().reserve(positions)
+        if positions > self.first + self.ROOM:
+            self.settle()
+
+    def seek(self, position: int) -> None:
+        if not self.first <= position <= self.written:
+            # Before the rows that stand apart, or past all that were written.
+            if position > self.written:
+                self.settle()
+            self._hold(position)
+        super().seek(position)
+
+    def moved(self, rows: int) -> None:
+        super().moved(rows)
+        self.written = self.position
+
+    def settle(self) -> None:
+        first, count = self.first, self.position - self.first
+        if count > 0:
+            # Only what nothing holds is written in place.
+            mx.synchronize()
+            kv, recent = self.config.num_key_value_heads, self.state["recent"][:, :, :count]
+            for i in range(len(self.attention_index)):
+                for half, name in enumerate(("keys", "values")):
+                    plane = (2 * i + half) * kv
+                    self.state[name][i][..., first : first + count, :] = recent[:, plane : plane + kv]
+                mx.eval(self.state["keys"][i], self.state["values"][i])
+        self._fresh = {}
+        self._hold(self.position)
+
+    def write(self, index: int, k: mx.array, v: mx.array, place: Any) -> None:
+        if isinstance(place, slice):
+            super().write(index, k, v, place)
+        else:
+            self._fresh[index] = k, v
+
+    def shown(self, index: int, positions: int) -> tuple[Rows, Rows]:
+        stored = super().shown(index, positions)
+        if index not in self._fresh:
+            return stored
+        kv, recent, first = self.config.num_key_value_heads, self.state["recent"], self.state["first"]
+        planes = (recent[:, plane : plane + kv] for plane in (2 * index * kv, (2 * index + 1) * kv))
+        return tuple(  # type: ignore[return-value]
+            Recent(held, plane, first, fresh)  # type: ignore[arg-type]
+            for held, plane, fresh in zip(stored, planes, self._fresh[index], strict=True)
+        )
+
+    def finish(self) -> None:
+        keys = [self._fresh[i][0] for i in range(len(self.attention_index))]
+        values = [self._fresh[i][1].swapaxes(1, 2) for i in range(len(self.attention_index))]
+        rows = [v.reshape(1, v.shape[1], -1) for v in values]
+        s = self.state
+        s["recent"] = update_metal(s["recent"], s["first"], s["position"], keys, rows)
+        self._fresh = {}
+
+
 def in_one_piece(rows: Rows) -> mx.array:
     """Keys or values as one array, pages gathered."""
+    assert not isinstance(rows, Recent)
     return rows.gathered() if isinstance(rows, Paged) else rows
 
 
@@ -377,6 +475,7 @@ class ExactView:
     """
 
     def __init__(self, cache: Cache, rows: int):
+        cache.settle()
         self.cache, self.start, self.end = cache, cache.position, cache.position + rows
         self.offset: int | mx.array = self.start
         self.position: mx.array | None = None

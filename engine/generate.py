@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
-from engine.cache import Cache, ExactView, PagedCache, Snapshot, TracedView, bucket_for, conv_rows
+from engine.cache import Cache, ExactView, PagedCache, RecentCache, Snapshot, TracedView, bucket_for, conv_rows
 from engine.config import EngineConfig, ModelConfig
 from engine.device import activation_dtype, device_kind
 from engine.folded import FoldedModel
+from engine.kernels.recent import MOST_LAYERS
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
 from engine.ops.choice import Tuned
@@ -74,9 +75,8 @@ class Engine:
         self.ops = bind(self.engine, self.device, self.tuned)
         kind = FoldedModel if self.ops.fusion != "off" else Model
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
-        layout = PagedCache if self.engine.cache.layout == "paged" else Cache
-        self.cache: Cache = layout(config, self.dtype, self.engine.cache.step)
         self.trace = self._trace()
+        self.cache: Cache = self._layout()(config, self.dtype, self.engine.cache.step)
         self._steps: dict[tuple[int, int, bool], tuple[Callable[[], mx.array], dict]] = {}
         self._layers: dict[tuple[int, int, int], tuple[Callable[..., Any], dict]] = {}
         self.speculator: Speculator | None = None
@@ -84,6 +84,13 @@ class Engine:
             self.speculator = Speculator(self, draft, costs, frequent)
             if self.speculator.wants_hidden:
                 self.cache.state["hidden"] = mx.zeros((1, 1, config.hidden_size), self.dtype)
+
+    def _layout(self) -> type[Cache]:
+        if self.engine.cache.layout == "paged":
+            return PagedCache
+        folded = self.ops.fusion != "off" and self.trace == "step"
+        few = 0 < len(self.config.attention_layers) <= MOST_LAYERS
+        return RecentCache if folded and few and self.ops.decode_attention.always("metal") else Cache
 
     def _trace(self) -> str:
         wanted, host = self.engine.decode.trace, [b.op.name for b in self.ops.all() if b.reads_host]
@@ -336,13 +343,14 @@ class Engine:
 
             def run() -> mx.array:
                 out = self._recorded(tally, lambda: self._choose(self._traced_pass(bucket), scores))
+                self.cache.finish()
                 state["position"] = state["position"] + 1
                 return out
 
             self._steps[key] = mx.compile(run, inputs=state, outputs=state), tally
         step, tally = self._steps[key]
         out = step()
-        self.cache.position += 1
+        self.cache.moved(1)
         self.ops.recorder.replay(tally)
         return out
 

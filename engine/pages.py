@@ -1,8 +1,8 @@
-"""Keys or values that lie in pages of fixed size, found through a table.
+"""Keys or values that do not lie in one array: in pages of fixed size, or the last ones apart from the others.
 
-A layer's pages lie in a pool, in the order in which they were taken, and, once that is full, in an extension, so that
-growth leaves what is there where it is. The table holds, for each 256 positions, the number of a page in the pool, or
-``-1 - number`` for one in the extension.
+Pages are found through a table. A layer's pages lie in a pool, in the order in which they were taken, and, once that is
+full, in an extension, so that growth leaves what is there where it is. The table holds, for each 256 positions, the
+number of a page in the pool, or ``-1 - number`` for one in the extension.
 """
 
 from __future__ import annotations
@@ -48,6 +48,32 @@ class Paged:
             parts.append(_taken(self.more, -1 - self.table[self.pooled // PAGE : -(-self.positions // PAGE)]))
         rows = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
         return rows[:, :, : self.positions]
+
+
+@dataclass(frozen=True)
+class Recent:
+    """One layer's keys, or its values, of which the last have not been written into the cache yet.
+
+    Attributes:
+        stored: ``[1, kv heads, positions, head_dim]``; those from `first` on are stale.
+        recent: ``[1, kv heads, room, head_dim]``, from position `first` on. first: int32 ``[at least 1]``.
+        fresh: the new rows, ``[1, kv heads, rows, head_dim]``.
+    """
+
+    stored: mx.array
+    recent: mx.array
+    first: mx.array
+    fresh: mx.array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array it stands for."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Element type."""
+        return self.stored.dtype
 
 
 def _taken(pool: mx.array, pages: mx.array) -> mx.array:

@@ -667,6 +667,7 @@ class Verifier:
             def run(tokens: mx.array) -> Any:
                 view = _TracedKeeping(cache, bucket).keep(self._cores, self.each)
                 out = engine._recorded(tally, lambda: self._pass(tokens, view, scores))
+                cache.finish()
                 cache.state["position"] = cache.state["position"] + rows
                 return out
 
@@ -675,7 +676,7 @@ class Verifier:
 
         def call(tokens: mx.array) -> Any:
             out = compiled(tokens)
-            cache.position += rows
+            cache.moved(rows)
             engine.ops.recorder.replay(tally)
             return out
 

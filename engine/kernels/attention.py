@@ -6,14 +6,15 @@ are divided, and whether a simdgroup's lanes read neighbouring words.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from engine.kernels import loader
 from engine.kernels.loader import SIMD, KernelError, Launch
-from engine.pages import Paged
+from engine.pages import Paged, Recent
 
 if TYPE_CHECKING:
     # The ops import their kernels, so at run time this must not import the ops.
@@ -73,18 +74,34 @@ def heads_per_fetch(heads: str, group: int) -> int:
     return int(heads)
 
 
-def _pools(keys: mx.array | Paged, values: mx.array | Paged) -> tuple[list[mx.array], list[mx.array]]:
-    """Keys and values as the kernel reads them, and their extensions; where there is none it is not read."""
-    pair = (keys, values)
-    stored = [part.pool if isinstance(part, Paged) else part for part in pair]
-    mores = [part.more if isinstance(part, Paged) else None for part in pair]
-    return stored, [held if more is None else more for held, more in zip(stored, mores)]
+@dataclass(frozen=True)
+class _Rows:
+    """Keys and values as the kernels read them: `more` and `places` only where they lie in pages or are recent."""
+
+    stored: tuple[mx.array, mx.array]
+    fresh: tuple[mx.array, mx.array] | None
+    more: tuple[mx.array, mx.array] | None = None
+    places: mx.array | None = None
+    paged: bool = False
+    recent: bool = False
+
+
+def _rows(keys: mx.array | Paged | Recent, values: mx.array | Paged | Recent, fresh: Any) -> _Rows:
+    if isinstance(keys, Paged) and isinstance(values, Paged):
+        stored = keys.pool, values.pool
+        more = stored if keys.more is None or values.more is None else (keys.more, values.more)
+        return _Rows(stored, fresh, more, keys.table, paged=True)
+    if isinstance(keys, Recent) and isinstance(values, Recent):
+        more = keys.recent, values.recent
+        return _Rows((keys.stored, values.stored), (keys.fresh, values.fresh), more, keys.first, recent=True)
+    assert isinstance(keys, mx.array) and isinstance(values, mx.array)
+    return _Rows((keys, values), fresh)
 
 
 def attention_metal(
     q: mx.array,
-    keys: mx.array | Paged,
-    values: mx.array | Paged,
+    keys: mx.array | Paged | Recent,
+    values: mx.array | Paged | Recent,
     scale: float,
     position: mx.array | None = None,
     *,
@@ -97,7 +114,8 @@ def attention_metal(
     """Softmax attention of 1 to 8 new rows; arguments and result as the op says, head_dim 256.
 
     Every key and value is read once per `heads` query heads and row. Keys and values may be the used part of a larger
-    cache, or lie in pages of one table; an input whose last axis is not dense gives NaN.
+    cache, lie in pages of one table, or be `Recent`, which brings its own `fresh`; an input whose last axis is not
+    dense gives NaN.
 
     heads: query heads that share a fetch: ``1``, ``2``, ``4``, ``8``; ``best`` is as many as divide the group.
     split: ``none`` (one part, one launch), ``chunks`` (256 positions each, their number grows with the cache) or
@@ -113,11 +131,9 @@ def attention_metal(
     """
     _, n_heads, rows, dim = q.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
-    paged = isinstance(keys, Paged) and isinstance(values, Paged)
-    pages = keys.table if isinstance(keys, Paged) else _at(0)
-    stored, more = _pools(keys, values)
-    new = stored if fresh is None else fresh
-    kinds = [array.dtype for array in (q, *stored, *new)]
+    held = _rows(keys, values, fresh)
+    fresh = held.fresh
+    kinds = [array.dtype for array in (q, *held.stored, *(held.more or ()), *(fresh or ()))]
     if dim != HEAD_DIM or len(set(kinds)) > 1:
         raise KernelError(
             f"decode_attention=metal takes head_dim {HEAD_DIM} and one type, not {dim} and {', '.join(map(str, kinds))}"
@@ -134,7 +150,7 @@ def attention_metal(
             f"decode_attention.lanes={lanes} takes {TILE_HEADS} heads a fetch and a 16-bit type, "
             f"not {packed} and {q.dtype}; take lanes=coalesced"
         )
-    if paged and tiles:
+    if held.paged and tiles:
         raise KernelError(f"decode_attention.lanes={lanes}: {NO_PAGED_TILES}")
     # Without `fresh` the new rows are the last of the keys.
     start = n - rows if fresh is None else n
@@ -144,16 +160,21 @@ def attention_metal(
     kernel = loader.load(TOPIC)["tiles" if tiles else "split"]
     own: dict[str, int | bool] = {"AHEAD": lanes == "tiles_ahead"}
     if not tiles:
-        own = {"G": packed, "COALESCED": lanes == "coalesced", "PAGED": paged}
+        own = {"G": packed, "COALESCED": lanes == "coalesced", "PAGED": held.paged}
+    if fresh is None:
+        kernel = kernel.without(fresh_keys="keys", fresh_values="values")
+    if held.more is None:
+        kernel = kernel.without(more_keys="keys", more_values="values", places="position")
     width = SPLIT_SIMDGROUPS * SIMD
     partial, sums = loader.launch(
         Launch(
             kernel,
             (
                 q,
-                *stored,
-                *new,
-                *(() if tiles else (*more, pages)),
+                *held.stored,
+                *(fresh or ()),
+                *(held.more or ()),
+                *(() if held.places is None else (held.places,)),
                 _at(start) if position is None else position,
             ),
             kernel.arguments(
@@ -163,6 +184,7 @@ def attention_metal(
                 CHUNK=CHUNK if split == "chunks" else 0,
                 FINAL=final,
                 FRESH=fresh is not None,
+                RECENT=held.recent,
                 SCALE_BITS=loader.float_bits(scale * _LOG2_E),
                 **own,
             ),

@@ -9,14 +9,15 @@
 // row only, and those from there on are fresh_keys and fresh_values [1, kv heads, rows, 256] of T.
 //
 // With PAGED keys and values are pools of pages of 256 positions, [1, kv heads, pages · 256, 256], and more_keys and
-// more_values further ones; pages int32 holds, for each 256 positions, the number of a page of the pool or -1 - that of one
-// of the further pages. They are not read otherwise.
+// more_values further ones; places int32 holds, for each 256 positions, the number of a page of the pool or -1 - that of one
+// of the further pages. With RECENT (and FRESH) the cache holds the positions before places[0] only, and those from there
+// to the first new row are more_keys and more_values. They are not read otherwise.
 
 // kernel: split
-// inputs: q keys values fresh_keys fresh_values more_keys more_values pages position
-// dense: pages position
+// inputs: q keys values fresh_keys fresh_values more_keys more_values places position
+// dense: places position
 // outputs: partial sums
-// template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL, bool FRESH, int SCALE_BITS, bool PAGED
+// template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL, bool FRESH, bool RECENT, int SCALE_BITS, bool PAGED
 //
 // partial [heads, rows, parts, 256] of O, sums float32 [heads, rows, parts, 2] = (largest score, sum of weights).
 // Grid: parts × (heads / G) × rows threadgroups of SIMDGROUPS simdgroups.
@@ -26,6 +27,7 @@
 // COALESCED  lanes read neighbouring 16-byte words of a row; otherwise apart, each lane walking a row of its own.
 // FINAL   there is one part: O is T and partial the finished rows.
 // FRESH   rows at `position` and after come from fresh_keys and fresh_values, which are not read otherwise.
+// RECENT  positions from places[0] to the first new row are rows of more_keys and more_values.
 // PAGED   keys and values lie in pages.
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
@@ -47,6 +49,7 @@ const device T* fresh_value_rows = fresh_values + kv_head * fresh_values_strides
 const device T* more_key_rows = more_keys + kv_head * more_keys_strides[1];
 const device T* more_value_rows = more_values + kv_head * more_values_strides[1];
 
+const uint settled = RECENT ? uint(places[0]) : 0u;
 // Of pages it is the caller who shows no more than there are.
 const uint n = PAGED ? 0xffffffffu : uint(keys_shape[2]);
 const uint cached = FRESH && uint(position[0]) < n ? uint(position[0]) : n;
@@ -100,8 +103,11 @@ if constexpr (COALESCED) {
         if (FRESH && at >= cached) {
           key_row = fresh_key_rows + (at - cached) * fresh_keys_strides[2];
           value_row = fresh_value_rows + (at - cached) * fresh_values_strides[2];
+        } else if (RECENT && at >= settled) {
+          key_row = more_key_rows + (at - settled) * more_keys_strides[2];
+          value_row = more_value_rows + (at - settled) * more_values_strides[2];
         } else {
-          const int page = PAGED ? int(pages[at / 256u]) : 0;
+          const int page = PAGED ? int(places[at / 256u]) : 0;
           const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + at % 256u : at;
           key_row = page < 0 ? more_key_rows + slot * more_keys_strides[2] : key_rows + slot * keys_strides[2];
           value_row =
@@ -164,8 +170,10 @@ if constexpr (COALESCED) {
       const device T* key_row;
       if (FRESH && own >= cached) {
         key_row = fresh_key_rows + (own - cached) * fresh_keys_strides[2];
+      } else if (RECENT && own >= settled) {
+        key_row = more_key_rows + (own - settled) * more_keys_strides[2];
       } else {
-        const int page = PAGED ? int(pages[own / 256u]) : 0;
+        const int page = PAGED ? int(places[own / 256u]) : 0;
         const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + own % 256u : own;
         key_row = page < 0 ? more_key_rows + slot * more_keys_strides[2] : key_rows + slot * keys_strides[2];
       }
@@ -194,8 +202,10 @@ if constexpr (COALESCED) {
       const device T* value_row;
       if (FRESH && next >= cached) {
         value_row = fresh_value_rows + (next - cached) * fresh_values_strides[2];
+      } else if (RECENT && next >= settled) {
+        value_row = more_value_rows + (next - settled) * more_values_strides[2];
       } else {
-        const int page = PAGED ? int(pages[next / 256u]) : 0;
+        const int page = PAGED ? int(places[next / 256u]) : 0;
         const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + next % 256u : next;
         value_row =
             page < 0 ? more_value_rows + slot * more_values_strides[2] : value_rows + slot * values_strides[2];
@@ -250,14 +260,14 @@ UNROLL for (int g = 0; g < G; ++g) {
 }
 
 // kernel: tiles
-// inputs: q keys values fresh_keys fresh_values position
-// dense: position
+// inputs: q keys values fresh_keys fresh_values more_keys more_values places position
+// dense: places position
 // outputs: partial sums
-// template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool AHEAD, bool FINAL, bool FRESH, int SCALE_BITS
+// template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool AHEAD, bool FINAL, bool FRESH, bool RECENT, int SCALE_BITS
 //
 // What `split` computes, by matrix tiles: 8 query heads of a key/value head are the columns, positions the rows of the
 // scores, columns of values the rows of the output. Weights are rounded to T, a 16-bit type, and added in float32.
-// partial and sums, CHUNK, FINAL and FRESH as there. Grid: (rows × parts) × (heads / 8) threadgroups, rows first, since
+// partial and sums, CHUNK, FINAL, FRESH and RECENT as there. Grid: (rows × parts) × (heads / 8) threadgroups, rows first, since
 // threadgroups that start together then read the same keys and values.
 //
 // AHEAD  a step of a simdgroup is 16 positions, whose keys and values are all on their way before any is used: 16 KiB in
@@ -276,7 +286,7 @@ const uint part = threadgroup_position_in_grid.x / rows;
 const uint group = threadgroup_position_in_grid.y;
 REFUSE_UNLESS(
     q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1 && fresh_keys_strides[3] == 1 &&
-        fresh_values_strides[3] == 1,
+        fresh_values_strides[3] == 1 && more_keys_strides[3] == 1 && more_values_strides[3] == 1,
     partial, O, index + part + group + row == 0u)
 
 const uint kv_head = group * 8u / (uint(q_shape[1]) / uint(keys_shape[1]));
@@ -285,8 +295,11 @@ const device T* key_rows = keys + kv_head * keys_strides[1];
 const device T* value_rows = values + kv_head * values_strides[1];
 const device T* fresh_key_rows = fresh_keys + kv_head * fresh_keys_strides[1];
 const device T* fresh_value_rows = fresh_values + kv_head * fresh_values_strides[1];
+const device T* more_key_rows = more_keys + kv_head * more_keys_strides[1];
+const device T* more_value_rows = more_values + kv_head * more_values_strides[1];
 
 const uint n = uint(keys_shape[2]);
+const uint settled = RECENT ? uint(places[0]) : 0u;
 const uint cached = FRESH && uint(position[0]) < n ? uint(position[0]) : n;
 const uint visible = FRESH ? cached + row + 1u : uint(position[0]) + row + 1u;
 const uint seen = FRESH || visible < n ? visible : n;
@@ -334,8 +347,9 @@ for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) 
   const device T* key_row[TILES * 2];
   UNROLL for (int a = 0; a < TILES * 2; ++a) {
     const uint at = base + uint(a) * 8u + tile_r;
-    key_row[a] = tile_c * 4u +
-                 row_of(key_rows, keys_strides[2], fresh_key_rows, fresh_keys_strides[2], kept, at, end);
+    key_row[a] = tile_c * 4u + row_of<RECENT>(
+                                   key_rows, keys_strides[2], more_key_rows, more_keys_strides[2], settled,
+                                   fresh_key_rows, fresh_keys_strides[2], kept, at, end);
   }
   uint key[8][TILES * 2][4];
   uint value[TILES][4][4][4];
@@ -345,8 +359,9 @@ for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) 
     }
     UNROLL for (int a = 0; a < 4; ++a) {
       const uint at = base + uint(a / 2) * 8u + tile_c + uint(a % 2);
-      const device T* value_row =
-          row_of(value_rows, values_strides[2], fresh_value_rows, fresh_values_strides[2], kept, at, end);
+      const device T* value_row = row_of<RECENT>(
+          value_rows, values_strides[2], more_value_rows, more_values_strides[2], settled, fresh_value_rows,
+          fresh_values_strides[2], kept, at, end);
       UNROLL for (int j = 0; j < 4; ++j) load_pairs(value_row + tile_r * 8u + j * 64, value[0][j][a]);
     }
     // Nothing to wait for, but compilers do not move loads past it.
@@ -408,8 +423,9 @@ for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) 
     const device T* value_row[4];
     UNROLL for (int a = 0; a < 4; ++a) {
       const uint at = base + uint(p) * 16u + uint(a / 2) * 8u + tile_c + uint(a % 2);
-      value_row[a] = tile_r * 8u +
-                     row_of(value_rows, values_strides[2], fresh_value_rows, fresh_values_strides[2], kept, at, end);
+      value_row[a] = tile_r * 8u + row_of<RECENT>(
+                                       value_rows, values_strides[2], more_value_rows, more_values_strides[2], settled,
+                                       fresh_value_rows, fresh_values_strides[2], kept, at, end);
     }
     UNROLL for (int j = 0; j < 4; ++j) {
       if constexpr (!AHEAD) {

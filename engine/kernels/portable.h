@@ -67,6 +67,8 @@ HELPER uint twice(uint number) { return __byte_perm(number, number, 0x1010); }
 HELPER uint simd_flags(bool flag, uint) { return __ballot_sync(EVERY_LANE, flag); }
 HELPER float exp_of(float x) { return expf(x); }
 HELPER float rsqrt_of(float x) { return rsqrtf(x); }
+// To a few units in the last place of a float32: a fraction of the work where the result is rounded to 16 bits.
+HELPER float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 HELPER float sin_of(float x) { return sinf(x); }
 HELPER float cos_of(float x) { return cosf(x); }
 template <typename To, typename From>
@@ -231,6 +233,7 @@ HELPER uint simd_flags(bool flag, uint lane) { return simd_or(flag ? 1u << lane 
 // Whatever the math mode: the fast forms lose a rotary angle of 1e5 rad altogether.
 HELPER float exp_of(float x) { return metal::precise::exp(x); }
 HELPER float rsqrt_of(float x) { return metal::precise::rsqrt(x); }
+HELPER float quick_sigmoid(float x) { return 1.0f / (1.0f + metal::exp(-x)); }
 HELPER float sin_of(float x) { return metal::precise::sin(x); }
 HELPER float cos_of(float x) { return metal::precise::cos(x); }
 
@@ -388,12 +391,15 @@ HELPER void load_pairs(const device V* from, thread uint* to) {
   to[3] = word.w;
 }
 
-// Row `at` of a cache that holds `cached` rows, or of the new rows after them; the last before `end` in place of later ones.
-template <typename V>
+// Row `at` of a cache: of the new rows from `cached` on, of the recent ones (RECENT) from `settled` on, else of `rows`; the
+// last row before `end` in place of later ones.
+template <bool RECENT, typename V>
 HELPER const device V* row_of(
-    const device V* rows, int64_t stride, const device V* fresh, int64_t fresh_stride, uint cached, uint at, uint end) {
+    const device V* rows, int64_t stride, const device V* recent, int64_t recent_stride, uint settled,
+    const device V* fresh, int64_t fresh_stride, uint cached, uint at, uint end) {
   at = at < end ? at : end - 1u;
-  return at < cached ? rows + at * stride : fresh + (at - cached) * fresh_stride;
+  if (at >= cached) return fresh + (at - cached) * fresh_stride;
+  return RECENT && at >= settled ? recent + (at - settled) * recent_stride : rows + at * stride;
 }
 
 HELPER void store_word(const thread float* from, device float* to) {

@@ -139,6 +139,7 @@ class Prefixes:
         live, self._live = self._live, None
         if live is None or not live.snapshots:
             return
+        self.engine.cache.settle()
         state = self.engine.cache.state
         live.tokens = live.tokens[: live.snapshots[-1].position]
         live.keys, live.values = _handles(state["keys"]), _handles(state["values"])

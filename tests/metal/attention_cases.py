@@ -10,7 +10,7 @@ import numpy as np
 from engine.kernels import attention
 from engine.ops import OPS
 from engine.ops.registry import Case
-from engine.pages import PAGE, Paged
+from engine.pages import PAGE, Paged, Recent
 
 OP = OPS["decode_attention"]
 TYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32, "float16": mx.float16}
@@ -100,3 +100,25 @@ def paged_arguments(given: tuple, seed: int = 0) -> tuple:
         return Paged(pool, held, table, positions, min(positions, (pages - more) * PAGE))
 
     return q, paged(keys), paged(values), scale, position
+
+
+def recent_arguments(size: tuple[int, int, int, int], apart: int, dtype: mx.Dtype) -> tuple[tuple, tuple]:
+    """The variant's arguments with the last `apart` cached positions apart, and the op's that ask for the same.
+
+    What is stale in the cache, and what has no position yet in the rows apart, is NaN.
+    """
+    (q, keys, values, scale, position), fresh, whole = fresh_arguments(size, dtype)
+    rows, before, kv, _ = size
+    first = before - apart
+    room = max(size[3], rows)
+
+    def parted(stored: mx.array, new: mx.array) -> Recent:
+        stale = mx.full((1, kv, apart + room, 256), float("nan"), dtype)
+        # As planes of the array of all layers lie.
+        rest = mx.full((1, kv, 5, 256), float("nan"), dtype)
+        recent = mx.concatenate([stored[:, :, first:before], rest], axis=2)
+        planes = mx.concatenate([mx.full(recent.shape, float("nan"), dtype), recent], axis=1)[:, kv:]
+        return Recent(mx.concatenate([stored[:, :, :first], stale], axis=2), planes, mx.array([first] * 4), new)
+
+    given = (q, parted(keys, fresh[0]), parted(values, fresh[1]), scale, mx.array([before], dtype=mx.int32))
+    return given, whole

@@ -20,12 +20,14 @@ from attention_cases import (
     fresh_arguments,
     kind,
     paged_arguments,
+    recent_arguments,
     settings,
 )
 from simulator import Simulator
 
 from engine.config import DecodeAttentionConfig, EngineConfig
 from engine.kernels import attention, loader
+from engine.kernels import recent as recent_kernels
 from engine.kernels.loader import Launch
 from engine.ops import bind, relative_rms
 
@@ -156,6 +158,47 @@ def test_pages_are_read_by_every_tile_of_every_size(tile, monkeypatch):
             given, chosen = arguments(size, dtype), settings(tile)
             got = attention.attention_metal(*paged_arguments(given), **chosen)
             assert mx.array_equal(got, attention.attention_metal(*given, **chosen))
+
+
+@pytest.mark.parametrize(
+    ("tile", "size", "apart"),
+    [
+        (("8", "blocks", "coalesced"), (1, 300, 2, 3), 40),
+        (("4", "chunks", "apart"), (3, 130, 1, 20), 130),
+        (("8", "blocks", "tiles"), (1, 260, 1, 3), 17),
+        (("8", "chunks", "tiles_ahead"), (2, 300, 2, 9), 45),
+        (("2", "none", "coalesced"), (8, 70, 1, 8), 0),
+    ],
+)
+def test_recent_rows_are_read_between_the_cache_and_the_new_ones(tile, size, apart, monkeypatch):
+    """A position in the cache is stale from the first recent one on; new rows stand in neither."""
+    given, whole = recent_arguments(size, apart, mx.bfloat16)
+    monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)
+    got = attention.attention_metal(*given, **settings(tile))
+    assert relative_rms(got, OP.reference.run(*whole)) <= OP.tolerance["bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
+@pytest.mark.parametrize(("layers", "rows", "at"), [(1, 1, 7), (3, 2, 0), (10, 8, 16)])
+def test_recent_rows_are_made_anew_with_the_new_ones_in_place(layers, rows, at, dtype, monkeypatch):
+    kv, room = 2, 24
+    monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)
+    keys = [mx.random.normal((1, kv, rows, 256), key=mx.random.key(i)).astype(dtype) for i in range(layers)]
+    values = [mx.random.normal((1, rows, kv * 256), key=mx.random.key(i + 50)).astype(dtype) for i in range(layers)]
+    recent = mx.random.normal((1, layers * 2 * kv, room, 256), key=mx.random.key(99)).astype(dtype)
+    first = 1000
+    got = recent_kernels.update_metal(recent, mx.array([first] * 4), mx.array([first + at] * 4), keys, values)
+    for i in range(layers):
+        planes = slice(2 * i * kv, (2 * i + 1) * kv), slice((2 * i + 1) * kv, (2 * i + 2) * kv)
+        recent[:, planes[0], at : at + rows] = keys[i]
+        recent[:, planes[1], at : at + rows] = values[i].reshape(1, rows, kv, 256).swapaxes(1, 2)
+    assert mx.array_equal(got, recent)
+
+
+def test_recent_rows_of_too_many_layers_are_refused():
+    rows = [mx.zeros((1, 1, 1, 256))] * 11, [mx.zeros((1, 1, 256))] * 11
+    with pytest.raises(loader.KernelError, match="1 to 10 layers"):
+        recent_kernels.update_metal(mx.zeros((1, 22, 8, 256)), mx.zeros(4), mx.zeros(4), *rows)
 
 
 def test_matrix_tiles_refuse_pages():

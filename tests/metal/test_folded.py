@@ -10,12 +10,15 @@ import pytest
 import simulator
 from simulator import Simulator
 
-from engine.config import DecodeConfig, EngineConfig
+from engine import generate
+from engine.cache import RecentCache
+from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.folded import FoldedModel
 from engine.generate import Engine
 from engine.kernels import loader
 from engine.kernels.loader import Launch
-from engine.ops import bind, relative_rms
+from engine.ops import BoundOps, bind, relative_rms
+from engine.ops.choice import Tuned
 from engine.synthetic import make_weights, tiny_config
 
 pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
@@ -101,3 +104,70 @@ def test_fusion_beside_a_variant_that_it_replaces_is_refused(fields, said):
 
     with pytest.raises(VariantUnsupported, match=said):
         bind(EngineConfig(**fields, decode=DecodeConfig(fusion="full")), "cuda")
+
+
+def traced(weights, monkeypatch, room: int, **fields) -> tuple[Engine, Engine]:
+    """An engine of separate ops and a folded one whose steps are traced, MLX's compiler left out: kernels must run."""
+    config = EngineConfig(decode=DecodeConfig(trace="step", fusion="full"), **fields)
+    config.decode_attention.variant = "metal"
+    plain = EngineConfig(decode=DecodeConfig(trace="step"), **fields)
+
+    def bound(asked: EngineConfig, device: str, tuned: Tuned) -> BoundOps:
+        ops = bind(plain, device, tuned)
+        if asked is plain:
+            return ops
+        there = bind(config, "cuda")
+        return dataclasses.replace(ops, fusion=there.fusion, decode_attention=there.decode_attention)
+
+    monkeypatch.setattr(mx, "compile", lambda run, **_: run)
+    monkeypatch.setattr(RecentCache, "ROOM", room)
+    monkeypatch.setattr(generate, "bind", bound)
+    monkeypatch.setattr(loader, "launch", Simulator().launch)
+    return Engine(TINY, weights, plain, vocabulary=VOCABULARY), Engine(TINY, weights, config, vocabulary=VOCABULARY)
+
+
+def test_rows_that_stand_apart_are_put_in_their_place_now_and_then(weights, monkeypatch):
+    """Steps, going back to before and after the seam, long passes in between: as ever."""
+    plain, folded = traced(weights, monkeypatch, room=8)
+    assert type(folded.cache) is RecentCache and type(plain.cache) is not RecentCache
+    made = []
+    for engine in (plain, folded):
+        first = engine.prefill(IDS)
+        mark = engine.snapshot()
+        tokens = engine.decode(first, 9)
+        engine.restore(mark)
+        tokens += engine.decode(first, 2)
+        later = engine.snapshot()
+        tokens += engine.decode(7, 2)
+        engine.restore(later)
+        tokens += engine.decode(9, 1)
+        engine.prefill(IDS[:9], last=False)
+        made.append([*tokens, *engine.decode(2, 2)])
+    assert made[0] == made[1]
+    assert folded.cache.first > len(IDS)
+    want, got = plain.export_state(), folded.export_state()
+    for name, arrays in want.items():
+        assert relative_rms(got[name], arrays) < 1e-4, name
+
+
+def test_verified_drafts_stand_apart_too(weights, monkeypatch):
+    drafting = SpeculativeConfig(drafter="ngram", depth=3)
+    plain, folded = traced(weights, monkeypatch, room=16, speculative=drafting)
+    scores = []
+    for engine in (plain, folded):
+        engine.prefill(IDS)
+        scores.append(engine.logits(IDS[:6], phase="decode"))
+        assert any(line["op"] == "verify" for line in engine.executed())
+    assert relative_rms(scores[1], scores[0]) < 1e-4
+
+
+def test_a_step_writes_its_rows_in_one_launch(weights, monkeypatch):
+    _, folded = traced(weights, monkeypatch, room=8)
+    folded.prefill(IDS)
+    seen: list[str] = []
+    simulated = Simulator()
+    monkeypatch.setattr(loader, "launch", lambda call: seen.append(call.kernel.name) or simulated.launch(call))
+    keys = [id(array) for array in folded.cache.state["keys"]]
+    folded.decode(1, 1)
+    assert seen.count("recent_decode_update") == 1
+    assert [id(array) for array in folded.cache.state["keys"]] == keys
