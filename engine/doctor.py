@@ -334,6 +334,22 @@ def _check(op: Op, variant: Variant, kind: str, everything: bool) -> VariantRepo
     return VariantReport(op.name, variant.name, True, test.error or "", passed, test.worst, test.cases)
 
 
+def tuned_findings() -> list[Finding]:
+    """Tuned files of this chip, and which parts of them no longer hold."""
+    from engine import tuned
+
+    files = tuned.about()
+    if not files:
+        return [
+            Finding("note", "tuned", "nothing was tuned for this chip, `best` goes by order: python -m sweeps tune")
+        ]
+    return [
+        Finding("note" if "tune" in line else "ok", "tuned", f"{path}, {line}")
+        for path, lines in files
+        for line in lines
+    ]
+
+
 # -- the whole ---------------------------------------------------------------------------------------
 
 
@@ -386,6 +402,7 @@ def diagnose(
         found.findings.append(limit)
     if machine.system == "Linux" and kind == "cpu":
         found.findings += cpu_findings(blas_library(), shutil.which("g++"))
+    found.findings += tuned_findings()
     found.variants = check_variants(kind, everything, progress)
     _sum_up(found)
     return found

@@ -138,6 +138,27 @@ def load(config: ModelConfig, weights: Weights, dtype: Any, folders: Sequence[Pa
     return read(paths, geometry(config, weights, dtype)) if paths else Tuned()
 
 
+def about() -> list[tuple[Path, list[str]]]:
+    """Tuned files of this chip, each with a line for every model in it: what it decides, and what no longer holds."""
+    made = []
+    for path in (folder / f"{chip()}.json" for folder in (USER, SHIPPED)):
+        if not path.is_file():
+            continue
+        try:
+            models = json.loads(path.read_text(encoding="utf-8"))["models"]
+            lines = [_summary(entry) for entry in models.values()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            lines = [f"cannot be read ({error}): make it again with  python -m sweeps tune"]
+        made.append((path, lines))
+    return made
+
+
+def _summary(entry: Mapping[str, Any]) -> str:
+    choices, step, notes = unpack(entry)
+    holds = ", ".join([*sorted(choices), *(["step"] if step else [])]) or "nothing"
+    return f"{entry.get('name', '?')} ({entry.get('dtype', '?')}): {'; '.join([f'decides {holds}', *notes])}"
+
+
 def read(paths: Sequence[Path], key: str) -> Tuned:
     """The entries of a geometry in several files, put together; a file that cannot be read is a note."""
     choices: dict[str, tuple[Choice, ...]] = {}

@@ -15,6 +15,7 @@ import pytest
 from ablations.arms import preset
 from engine import tuned as files
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.doctor import tuned_findings
 from engine.generate import Engine
 from engine.ops import OPS, bind
 from engine.ops.choice import Choice, Tuned, nearest
@@ -329,6 +330,20 @@ def test_what_no_longer_holds_is_passed_over_with_a_note(changes, holds, note, t
     assert any(note in line for line in read.notes)
 
 
+def test_the_doctor_names_what_holds_and_what_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "USER", tmp_path)
+    assert [(f.level, f.topic) for f in tuned_findings()] == [("note", "tuned")]
+    path = written(tmp_path / f"{files.chip()}.json", "key", name="tiny", dtype="float32")
+    (found,) = tuned_findings()
+    assert found.level == "ok" and found.text.endswith("tiny (float32): decides head, linear, step")
+    written(path, "key", name="tiny", identities={"linear": "old", "head": files.identity("head"), STEP: "old"})
+    (found,) = tuned_findings()
+    assert found.level == "note" and "decides head; linear has changed" in found.text
+    path.write_text("{", encoding="utf-8")
+    (found,) = tuned_findings()
+    assert "cannot be read" in found.text
+
+
 def test_the_engine_says_what_was_tuned(weights, tmp_path, monkeypatch):
     def engine(**fields: Any) -> Engine:
         made = Engine(CONFIG, weights, EngineConfig(**fields), dtype=mx.float32)
@@ -416,6 +431,8 @@ def test_on_this_machine_the_command_measures_writes_and_then_has_nothing_left(t
     # A whole tuning takes a minute; this is an op of each phase, with few rounds.
     monkeypatch.setattr(Tuner, "cells", [Cell("linear"), Cell("route", "prefill", 512)])
     monkeypatch.setattr("sweeps.bench.FINAL_ROUNDS", 3)
+    # Its lock is its own: a sweep beside this test would otherwise be waited for.
+    monkeypatch.setattr("sweeps.environment.runtime_dir", lambda: tmp_path)
     assert tune([f"run_dir={tmp_path}"]) == 0
     shown = capsys.readouterr()
     path = Path(shown.out.strip())

@@ -128,6 +128,8 @@ class EngineSubject:
             "logprobs": config.decode.logprobs,
             "vocabulary_rows": self.engine.vocabulary,
             "chosen": self.engine.chosen(),
+            "tuning": self.engine.tuning(),
+            "tuned_notes": list(self.engine.tuned.notes),
             **_row_costs(self.engine),
         }
 
@@ -140,5 +142,5 @@ class EngineSubject:
 
 def _row_costs(engine: Engine) -> dict[str, Any]:
     """What passes of 1, 2, … rows cost over one row on this chip, and the tuned file that says so; empty untuned."""
-    costs = engine.tuned.costs
-    return {"row_costs": list(costs["rows"]), "row_costs_from": engine.tuned.files[0].name} if costs else {}
+    costs, files = engine.tuned.costs, engine.tuned.files
+    return {"row_costs": list(costs["rows"]), "row_costs_from": files[0].name if files else ""} if costs else {}
