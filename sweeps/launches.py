@@ -216,9 +216,9 @@ def of_geometry(config: ModelConfig, settings: EngineConfig, device: str, positi
     with _elsewhere(device, stand_ins):
         engine = Engine(config, shapes(config), settings, dtype=mx.bfloat16, tuned=Tuned())
         _require_one_graph(engine)
-        rows = (1, config.num_key_value_heads, positions + 256, config.head_dim)
-        for name in ("keys", "values"):
-            engine.cache.state[name] = [_shape(rows, mx.bfloat16) for _ in config.attention_layers]
+        with mock.patch.object(mx, "eval", lambda *_: None):
+            engine.cache.reserve(positions + 1)
+        engine.cache.state.update(tree_map(lambda array: _shape(array.shape, array.dtype), engine.cache.state))
         engine.cache.seek(positions)
         step = _step(engine, cost)
     named = {name: launches for name, launches in step.by_operation.items() if name != STAND_IN}
@@ -338,7 +338,8 @@ def of_subject(
         each, kernels = _profiled(subject, prompt(shortest))
         facts[shortest] |= {"launches_device": each, "kernels": kernels}
     except Uncounted as why:
-        facts[shortest] |= {"launches_device": None, "launches_uncounted": str(why)}
+        for at in frontiers:
+            facts[at] |= {"launches_device": None, "launches_uncounted": str(why)}
     finally:
         subject.reset()
     return facts
