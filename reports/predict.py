@@ -345,6 +345,6 @@ def _errors(model: Predictor) -> str:
     return (
         f"Largest error: {text.percent(fitted)} in the decode rates it is fitted to, {text.percent(decode)} in "
         f"MLX-LM's, which it is not, {text.percent(prefill)} in the prefill rates it is fitted to. A run that misses "
-        "a prediction by more than that refutes it. Of the single rates below the model misses two by far: an Ultra, two "
-        "chips joined, which is why none is predicted, and a prefill by another program than MLX-LM."
+        "a prediction by more than that refutes it. Of the single rates below the model misses two by far: an Ultra, "
+        "two chips joined, which is why none is predicted, and a prefill by another program than MLX-LM."
     )
