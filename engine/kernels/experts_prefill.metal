@@ -163,12 +163,14 @@ UNROLL for (int l = 0; l < OWN; ++l) {
 codes_of[0] += ulong(expert) * outputs * units * uint(WORDS);
 codes_of[1] += ulong(expert) * outputs * units * uint(WORDS);
 const ulong first_group = ulong(expert) * outputs * (units / 2u);
-const device T* scales_of[2] = {scales + first_group, other_scales + first_group};
-const device T* biases_of[2] = {biases + first_group, other_biases + first_group};
+const device ushort* scales_of[2] = {
+    (const device ushort*)scales + first_group, (const device ushort*)other_scales + first_group};
+const device ushort* biases_of[2] = {
+    (const device ushort*)biases + first_group, (const device ushort*)other_biases + first_group};
 
 uint next[LEFT][2][BITS];
-T next_scale[LEFT][2];
-T next_bias[LEFT][2];
+uint next_scale[LEFT][2];
+uint next_bias[LEFT][2];
 #define LOAD_WEIGHTS(block)                                                                  \
   UNROLL for (int l = 0; l < LEFT; ++l) {                                                    \
     UNROLL for (int i = 0; i < 2; ++i) {                                                     \
@@ -224,8 +226,8 @@ for (uint block = 0u; block < blocks; ++block) {
       UNROLL for (int w = 0; w < BITS; ++w) codes[l][i][w] = next[l][i][w];
       scale[l][i] = bias[l][i] = 0u;
       if constexpr (BITS < 16) {
-        scale[l][i] = twice(uint(as_type<ushort>(next_scale[l][i])));
-        bias[l][i] = twice(uint(as_type<ushort>(next_bias[l][i])));
+        scale[l][i] = twice(next_scale[l][i]);
+        bias[l][i] = twice(next_bias[l][i]);
       }
     }
   }
@@ -280,7 +282,7 @@ UNROLL for (int t = 0; t < ROWS / 16; ++t) {
     UNROLL for (int l = 0; l < OWN; ++l) {
       UNROLL for (int i = 0; i < 8; ++i) {
         float number = sum_get(sum[l][2 * t + i / 4], i % 4);
-        if constexpr (GATED) number = number * sigmoid_of(number) * sum_get(sum[l + LEFT - OWN][2 * t + i / 4], i % 4);
+        if constexpr (GATED) number = number * quick_sigmoid(number) * sum_get(sum[l + LEFT - OWN][2 * t + i / 4], i % 4);
         const uint r = uint(i / 4) * 8u + tile_column(lane) + uint(i % 2);
         const uint n = uint(l) * 16u + uint(i % 4 / 2) * 8u + tile_row(lane);
         turned[r * WIDTH + n] = as_type<ushort>(T(number));

@@ -60,7 +60,6 @@ TILES = {
     "32x256": Tile(32, 2, 8, 128),
     "64": Tile(64, 2, 4, 64),
     "64x256": Tile(64, 2, 8, 64),
-    "64x512": Tile(64, 4, 8, 64),
     "128": Tile(128, 2, 8, 32),
     "128x128": Tile(128, 2, 4, 32),
 }
@@ -69,8 +68,8 @@ ROWS = (16, 32, 64, 128)
 TYPES = (mx.bfloat16, mx.float16)
 MOST_TILES = 2**24
 """Tiles of a launch: with 512 threadgroups of 256 threads each, MLX's grid would no longer fit 32 bits."""
-# Threadgroups that keep a large GPU busy.
-_BUSY = 2 * 132
+# Threadgroups that leave no core of a large GPU without work.
+_BUSY = 132
 _GROUP_SIMDGROUPS = 16
 _COMBINE_THREADS = 256
 
@@ -81,14 +80,16 @@ def supports(case: Case | None, device: str) -> str | None:
 
 
 def tile_for_experts(wanted: str, pairs: int, experts: int) -> str:
-    """The tile that runs: `wanted`, or for ``best`` the rows an expert gets on average, rounded up.
+    """The tile that runs: `wanted`, or for ``best`` by the rows an expert gets on average.
+
+    Experts differ in their rows: a tile half as large again as the average still takes most of them whole.
 
     Raises:
         KernelError: there is no such tile.
     """
     if wanted == "best":
         average = pairs / experts
-        return str(next((rows for rows in ROWS if average <= rows), ROWS[-1]))
+        return str(next((rows for rows in ROWS if 1.5 * average <= rows), ROWS[-1]))
     _tile(wanted)
     return wanted
 

@@ -109,8 +109,7 @@ PRODUCTS = {
     "32x256": Product(33, 320, 8),
     "64": Product(65, 64, 200),
     "64x256": Product(40, 128, 130, bits=16),
-    "64x512": Product(63, 192, 96, gated=True),
-    "128": Product(129, 64, 1),
+    "128": Product(129, 64, 1, gated=True),
     "128x128": Product(100, 256, 72),
 }
 """One for every tile."""

@@ -247,15 +247,14 @@ SHIFTED = {
         f"{{(const device uint4*)weight - {FAR}ul * outputs * units * uint(WORDS), "
         f"(const device uint4*)other - {FAR}ul * outputs * units * uint(WORDS)}}"
     ),
-    "{scales + first_group, other_scales + first_group}": (
-        f"{{scales - {FAR}ul * outputs * (units / 2u) + first_group, "
-        f"other_scales - {FAR}ul * outputs * (units / 2u) + first_group}}"
-    ),
-    "{biases + first_group, other_biases + first_group}": (
-        f"{{biases - {FAR}ul * outputs * (units / 2u) + first_group, "
-        f"other_biases - {FAR}ul * outputs * (units / 2u) + first_group}}"
-    ),
-    "x + r * x_strides[1]": f"x - {FAR} * x_strides[1] + (r + {FAR}u) * x_strides[1]",
+    **{
+        f"(const device ushort*){name} + first": (
+            f"(const device ushort*){name} - {FAR}ul * outputs * (units / 2u) + first"
+        )
+        for name in ("scales", "other_scales", "biases", "other_biases")
+    },
+    "words_of_x = (const device uint4*)x": f"words_of_x = (const device uint4*)(x - {FAR} * x_strides[1])",
+    "uint(r * x_strides[1] / 8)": f"uint((r + {FAR}u) * x_strides[1] / 8)",
     "out + ulong(to) * outputs": f"out - {FAR}ul * outputs + ulong(to + {FAR}u) * outputs",
     "routed + (ulong(row)": f"routed - {FAR}ul * uint(CHOSEN) * width * 8u + (ulong(row + {FAR}u)",
     "shared + ulong(row)": f"shared - {FAR}ul * width * 8u + ulong(row + {FAR}u)",
@@ -271,6 +270,8 @@ NARROW = {
 def test_offsets_beyond_32_bits(monkeypatch):
     """The largest stacks by arithmetic alone: pointers begin far before their arrays, indices as far behind."""
     call = layer(SMALL, mx.bfloat16)
+    texts = [simulator.source(one) for one in launches(lambda: call.run("16"), monkeypatch)]
+    assert all(any(old in text for text in texts) for old in SHIFTED)
     monkeypatch.setattr(loader, "launch", Simulator(replace=SHIFTED).launch)
     assert relative_rms(call.run("16"), call.want()) <= OP.tolerance["bfloat16"]
 
