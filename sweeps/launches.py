@@ -249,6 +249,8 @@ def _step(engine: Engine, cost: Callable[[Node], tuple[int, int]]) -> Step:
     mx.eval(engine.cache.arrays())
     with mock.patch.object(mx, "async_eval", lambda *_: None):
         out = engine.step()
+    if not isinstance(out, mx.array):
+        raise Uncounted("the step is submitted without MLX, so no graph of it exists")
     return counted(written(out, *engine.cache.arrays()), cost)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+import sessions
 
 from ablations.arms import preset
 from engine.checkpoint import load
@@ -20,6 +21,8 @@ from engine.tiny import CHECKPOINT
 from sweeps import launches
 from sweeps.launches import Uncounted, counted, launches_of, of_engine, of_geometry, of_subject, on_device, written
 from sweeps.subjects.engine import EngineSubject
+
+ARM = sessions.arm("one")
 
 MOST = 300
 """Launches that a fused step of the real model may have."""
@@ -184,6 +187,38 @@ def test_the_device_is_asked_by_difference(monkeypatch):
     monkeypatch.setattr(launches, "_records", lambda profile, work: Counter())
     with pytest.raises(Uncounted, match="recorded no kernel"):
         on_device(seen.append)
+
+
+def test_a_session_asks_once_after_its_last_window(run_dir):
+    bench = sessions.Bench(sessions.job(run_dir, [ARM, sessions.arm("aa", aa=True)], sessions.points([256, 512])))
+    asked: list[tuple[list[int], int]] = []
+
+    def counter(subject, frontiers, prompt):
+        done = len(bench.rows(block=1))
+        asked.append((list(frontiers), done))
+        assert len(prompt(100)) == 100
+        return {at: {"launches_predicted": at} for at in frontiers}
+
+    assert bench.run(launches=counter)
+    # Four points, two windows of each arm in the last block of each; the repeat of an arm is not asked.
+    assert asked == [([256, 512], 16)]
+    told = [row for row in bench.rows(block=-1) if "launches" in row.flags]
+    assert [(row.arm, row.phase, row.extra["launches_predicted"]) for row in told] == [
+        ("one", "decode", 256),
+        ("one", "decode", 512),
+    ]
+    assert bench.run(launches=counter) and bench.run(session=1, launches=counter)
+    assert len(asked) == 1
+
+
+def test_a_count_that_fails_costs_no_window(run_dir):
+    def broken(subject, frontiers, prompt):
+        raise RuntimeError("no profiler\nat all")
+
+    bench = sessions.Bench(sessions.job(run_dir, [ARM], sessions.points([256])))
+    assert bench.run(launches=broken)
+    (row,) = (row for row in bench.rows(block=-1) if "launches" in row.flags)
+    assert row.extra["launches_unpredicted"] == "RuntimeError: no profiler at all"
 
 
 @pytest.mark.gpu
