@@ -56,7 +56,8 @@ def test_every_instance_compiles_under_metals_rules(monkeypatch):
 @pytest.mark.parametrize("turn", range(len(CHOICES)))
 def test_tile_agrees_with_the_reference(turn, monkeypatch):
     form, tile = CHOICES[turn]
-    use(Simulator(), monkeypatch)
+    # Simdgroups in ascending, descending and shuffled order.
+    use(Simulator(order=turn % 3), monkeypatch)
     dtype = FORMS[form][2][turn % 2]
     assert worst(form, arguments(SIZES[turn], TYPES[dtype], apart=turn % 3 > 0), tile) <= 1
 
@@ -70,7 +71,7 @@ def test_tile_agrees_with_the_reference_and_is_clean_on_every_size(form, tile, m
             assert worst(form, arguments(size, TYPES[dtype], apart=apart), tile) <= 1
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33])
 def test_chunk_edges_agree_with_the_reference(rows, monkeypatch):
     use(Simulator(), monkeypatch)
     given = arguments((rows, 1, 2, 8), mx.bfloat16)
@@ -101,14 +102,6 @@ def test_rows_in_two_calls_are_the_rows_in_one(form, tile, monkeypatch):
         assert relative_rms(second[2], together[2]) < allowed
         for got, want in zip(second[1], together[1], strict=True):
             assert got.shape == want.shape and mx.array_equal(got, want).item()
-
-
-@pytest.mark.parametrize("order", [1, 2], ids=["reversed", "shuffled"])
-def test_the_order_of_simdgroups_changes_nothing(order, monkeypatch):
-    use(Simulator(order=order), monkeypatch)
-    given = arguments((35, 1, 2, 8), mx.bfloat16)
-    assert worst("scan", given, prefill.SCAN_TILES[0]) <= 1
-    assert worst("chunked", given, "32x1x4") <= 1
 
 
 def test_the_scan_is_clean_and_counted(monkeypatch):
