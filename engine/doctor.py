@@ -98,6 +98,7 @@ class Diagnosis:
     budget_bytes: int = 0
     frontiers: dict[str, int] = field(default_factory=dict)
     variants: list[VariantReport] = field(default_factory=list)
+    units: list[VariantReport] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -320,18 +321,40 @@ def check_variants(kind: str, everything: bool, progress: Callable[[int, int, st
 
 
 def _check(op: Op, variant: Variant, kind: str, everything: bool) -> VariantReport:
+    from engine import proof
     from engine.device import activation_dtype
     from engine.ops import selftest
 
     reason = variant.supports(None, kind)
     if reason is not None:
         return VariantReport(op.name, variant.name, supported=False, reason=reason)
+    if kind != "cpu" and variant.supports(None, "cpu") is not None:
+        # Ours: the answer is what engines go by from now on.
+        kept = proof.verdict(op.name, variant.name, again=True)
+        if kept.reason or not everything:
+            return VariantReport(op.name, variant.name, True, kept.reason, not kept.reason, kept.worst, kept.cases)
     cases = [case for case in op.cases if variant.supports(case, kind) is None]
     if not everything:
         cases = sorted(cases, key=op.least_flops)[:_SMALL_CASES]
     test = selftest(op, variant, kind, activation_dtype(), cases)
     passed = None if not cases else test.error is None
     return VariantReport(op.name, variant.name, True, test.error or "", passed, test.worst, test.cases)
+
+
+def check_units(kind: str, everything: bool, progress: Callable[[int, int, str], None]) -> list[VariantReport]:
+    """Self-test of what belongs to no single op, and of the compiled step of the embedded model (`engine.proof`).
+
+    A CPU has no kernels of ours to try: there it is the step of separate ops alone, if everything is asked for.
+    """
+    from engine import proof
+
+    names = list(proof.UNITS) if kind != "cpu" else ["step"] if everything else []
+    tests = []
+    for done, name in enumerate(names):
+        progress(done, len(names), name)
+        kept = proof.verdict("unit", name, again=True)
+        tests.append(VariantReport("unit", name, True, kept.reason, not kept.reason, kept.worst, kept.cases))
+    return tests
 
 
 def tuned_findings() -> list[Finding]:
@@ -404,14 +427,15 @@ def diagnose(
         found.findings += cpu_findings(blas_library(), shutil.which("g++"))
     found.findings += tuned_findings()
     found.variants = check_variants(kind, everything, progress)
+    found.units = check_units(kind, everything, progress)
     _sum_up(found)
     return found
 
 
 def _sum_up(found: Diagnosis) -> None:
-    for test in found.variants:
+    for test in (*found.variants, *found.units):
         if test.passed is False:
-            text = f"{test.op}={test.variant} is wrong here, {test.reason}: do not use it"
+            text = f"{test.op}={test.variant} fails here, {test.reason}: it is refused, the others run"
             found.say("problem", "self-test", text)
     ran = [test for test in found.variants if test.passed is not None]
     here = sum(test.supported for test in found.variants)
@@ -438,6 +462,10 @@ def to_text(found: Diagnosis) -> str:
         lines.append("variants")
     for test in found.variants:
         lines.append(f"  {test.op + '=' + test.variant:34} {_outcome(test)}")
+    if found.units:
+        lines.append("kernels of no single op, and the whole compiled step")
+    for test in found.units:
+        lines.append(f"  {test.variant:34} {_outcome(test)}")
     lines += [f"{finding.level:9} {finding.topic}: {finding.text}" for finding in found.findings]
     return "\n".join(lines)
 

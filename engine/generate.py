@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
+from engine import proof
 from engine.cache import Cache, ExactView, PagedCache, RecentCache, Snapshot, TracedView, bucket_for, conv_rows
 from engine.config import EngineConfig, ModelConfig
 from engine.device import activation_dtype, device_kind
@@ -25,6 +26,7 @@ from engine.kernels.recent import MOST_LAYERS
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
 from engine.ops.choice import Tuned
+from engine.ops.registry import Refuses
 from engine.sampling import GREEDY, Sampling, sample
 from engine.speculative import Costs, Counts, Speculator
 from engine.tuned import load as load_tuned
@@ -51,6 +53,7 @@ class Engine:
         draft: the second engine of ``speculative.drafter="model"``. costs: of rows and drafts, measured on this chip.
         frequent: ids by falling frequency, for ``speculative.draft_vocab``.
         tuned: what ``best`` is; None reads the tuned files of this chip (`engine.tuned`).
+        refuses: of our kernels, those that fail their self-test on this machine (`engine.proof`); None trusts all.
 
     Raises:
         VariantUnsupported: a named variant or a combination of settings that cannot run here.
@@ -67,12 +70,13 @@ class Engine:
         costs: Costs | None = None,
         frequent: Sequence[int] | None = None,
         tuned: Tuned | None = None,
+        refuses: Refuses | None = proof.refusal,
     ):
         self.config, self.engine = config, engine or EngineConfig()
         self.dtype = dtype or activation_dtype()
         self.device = device_kind()
         self.tuned = load_tuned(config, weights, self.dtype) if tuned is None else tuned
-        self.ops = bind(self.engine, self.device, self.tuned)
+        self.ops = bind(self.engine, self.device, self.tuned, refuses)
         kind = FoldedModel if self.ops.fusion != "off" else Model
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
         self.trace = self._trace()

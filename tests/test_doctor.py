@@ -171,6 +171,31 @@ def test_wrong_variant_is_caught_on_this_machine() -> None:
     assert report.passed is False and report.rel_rms == pytest.approx(0.1, rel=0.05)
 
 
+def test_kernels_of_ours_are_tried_and_the_answer_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU: one that fails is listed with the compiler's message, the others beside it, and engines go by it."""
+    from engine import proof
+    from engine.kernels import loader
+    from engine.ops import OPS
+
+    def reject(call: object) -> None:
+        raise RuntimeError("program_source:3: error: no such function")
+
+    monkeypatch.setattr(loader, "launch", reject)
+    monkeypatch.setattr(proof, "FOLDER", tmp_path)
+    monkeypatch.setattr(proof, "device_kind", lambda: "metal")
+    monkeypatch.setattr(proof, "UNITS", {"rotary": proof.UNITS["rotary"], "fine": lambda: 0.0})
+    found = Diagnosis(mac(MAC_32))
+    op = OPS["decode_attention"]
+    found.variants = [doctor._check(op, op.variants[name], "metal", False) for name in ("mlx", "metal")]
+    found.units = doctor.check_units("metal", False, lambda *_: None)
+    doctor._sum_up(found)
+    text = doctor.to_text(found)
+    assert not found.healthy and "decode_attention=mlx" in text and "fine" in text
+    assert text.count("program_source:3: error: no such function") == 4
+    assert [test.passed for test in (*found.variants, *found.units)] == [True, False, False, True]
+    assert "no such function" in str(proof.refusal("decode_attention", "metal"))
+
+
 def test_doctor_on_this_machine() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "engine", "doctor", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60

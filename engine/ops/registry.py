@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
 
 Phase = Literal["decode", "prefill"]
+Refuses = Callable[[str, str], str | None]
+"""Of an op's name and a variant's: why it is not to be used on this machine, or None."""
 DECODE_ROWS = 8
 """Most rows that count as decode: one step, or the verification of drafts."""
 
@@ -126,23 +128,31 @@ class Op:
         """The float32 variant that decides what is right."""
         return self.variants["reference"]
 
-    def choose(self, wanted: str, device: str, phase: Phase, paged: bool = False) -> Variant:
+    def choose(
+        self, wanted: str, device: str, phase: Phase, paged: bool = False, refuses: Refuses | None = None
+    ) -> Variant:
         """The variant for a config value.
 
         Args:
             wanted: a variant's name, or ``best``: first supported in the declared order of device and phase.
             paged: keys and values lie in pages; ``best`` is then the first variant declared that reads them.
+            refuses: why a variant is not to be used on this machine; ``best`` passes it over.
 
         Raises:
             VariantUnsupported: an unknown name, or a named variant that cannot run on the device.
         """
+
+        def reason_against(variant: Variant) -> str | None:
+            reason = variant.supports(None, device)
+            return refuses(self.name, variant.name) if reason is None and refuses is not None else reason
+
         readers = [variant.name for variant in self.variants.values() if variant.reads_pages]
         paged = paged and bool(readers)
         if wanted != "best":
             variant = self.variants.get(wanted)
             if variant is None:
                 raise VariantUnsupported(self.name, wanted, f"no such variant; there are {', '.join(self.variants)}")
-            reason = variant.supports(None, device)
+            reason = reason_against(variant)
             if reason is not None:
                 raise VariantUnsupported(self.name, wanted, reason)
             if paged and not variant.reads_pages:
@@ -150,7 +160,7 @@ class Op:
                 raise VariantUnsupported(self.name, wanted, reason)
             return variant
         for name in readers if paged else self.order[device, phase]:
-            if self.variants[name].supports(None, device) is None:
+            if reason_against(self.variants[name]) is None:
                 return self.variants[name]
         raise VariantUnsupported(self.name, "best", f"no variant runs on {device}")
 

@@ -112,7 +112,7 @@ def traced(weights, monkeypatch, room: int, **fields) -> tuple[Engine, Engine]:
     config.decode_attention.variant = "metal"
     plain = EngineConfig(decode=DecodeConfig(trace="step"), **fields)
 
-    def bound(asked: EngineConfig, device: str, tuned: Tuned) -> BoundOps:
+    def bound(asked: EngineConfig, device: str, tuned: Tuned, _: object) -> BoundOps:
         ops = bind(plain, device, tuned)
         if asked is plain:
             return ops

@@ -1,0 +1,209 @@
+"""Whether our kernels compile and compute right on this machine: each is tried once, at first use, and the answer kept.
+
+A kernel that was never seen by this machine's compiler is a claim. Before an engine binds a variant of our own it is
+run on its op's smallest cases against the reference; `UNITS` are what belongs to no single op, and the whole compiled
+step. One that fails is refused by name, with the compiler's message, and everything else still runs. Answers are kept
+in `FOLDER` by chip, version of MLX and identity of the code, so that a change of any of them asks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import mlx.core as mx
+
+from engine import tuned
+from engine.config import DecodeConfig, EngineConfig
+from engine.device import activation_dtype, device_kind
+from engine.kernels import attention, recent, rotary
+from engine.ops import OPS, relative_rms, selftest
+from engine.ops.registry import Case
+from engine.pages import Recent
+
+FOLDER = Path.home() / ".cache" / "lilybench" / "proof"
+"""Where answers are kept."""
+
+SMALL_CASES = 2
+"""Cases of an op that are tried, the smallest ones."""
+
+STEPS = 200
+"""Tokens that the compiled step makes: hidden copies freed while in use have been seen to show only after many."""
+
+NEAR_TIE = 0.05
+"""Two logits closer than this share of the largest may change places by rounding."""
+
+MOST_TIES = STEPS // 10
+"""Tokens of them that may be near-ties; a wrong kernel makes every one wrong."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a trial: `reason` is empty if it passed. worst: relative RMS error, over `cases` cases."""
+
+    reason: str
+    worst: float = 0.0
+    cases: int = 0
+
+
+_UNFINISHED = "the process ended during its self-test; `python -m engine doctor` tries again"
+
+
+def refusal(part: str, name: str) -> str | None:
+    """Why a variant of an op, or ``("unit", name)``, is not to be used on this machine; None if it may.
+
+    Only what needs a GPU is asked about; the trial runs if no answer is kept.
+    """
+    if device_kind() == "cpu":
+        return None
+    if part != "unit" and OPS[part].variants[name].supports(None, "cpu") is None:
+        return None
+    reason = verdict(part, name).reason
+    return f"its self-test failed here, {reason}" if reason else None
+
+
+def verdict(part: str, name: str, again: bool = False) -> Verdict:
+    """The kept answer, or that of a trial made now (`again`: whatever was kept)."""
+    path = FOLDER / f"{_key(part, name)}.json"
+    if not again and (kept := _read(path)) is not None:
+        return kept
+    # Written first: a kernel that takes the process down is known by it the next time.
+    _write(path, Verdict(_UNFINISHED))
+    made = _trial(part, name)
+    _write(path, made)
+    return made
+
+
+def _trial(part: str, name: str) -> Verdict:
+    if part != "unit":
+        op = OPS[part]
+        device, variant = device_kind(), op.variants[name]
+        cases = [case for case in op.cases if variant.supports(case, device) is None]
+        cases = sorted(cases, key=op.least_flops)[:SMALL_CASES]
+        test = selftest(op, variant, device, activation_dtype(), cases)
+        return Verdict(test.error or "", test.worst, test.cases)
+    try:
+        worst = UNITS[name]()
+    except Exception as raised:
+        return Verdict(str(raised) or type(raised).__name__)
+    bound = BOUNDS.get(name, OPS["decode_attention"].tolerance["bfloat16"])
+    return Verdict("" if worst <= bound else f"error {worst:.2g} exceeds {bound:.2g}", worst, 1)
+
+
+def _key(part: str, name: str) -> str:
+    code = tuned.identity(part if part in OPS else tuned.STEP)
+    told = (tuned.chip(), tuned.mlx_version(), code, part, name)
+    return f"{part}-{name}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}"
+
+
+@lru_cache(maxsize=256)
+def _parsed(path: Path, _: int) -> Verdict | None:
+    try:
+        return Verdict(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _read(path: Path) -> Verdict | None:
+    try:
+        return _parsed(path, path.stat().st_mtime_ns)
+    except OSError:
+        return None
+
+
+def _write(path: Path, made: Verdict) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(made.__dict__), encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        # Nowhere to keep it: asked again by the next process.
+        return
+
+
+# -- units -------------------------------------------------------------------------------------------
+
+
+def _rotary() -> float:
+    """Norm and rotary embedding against MLX's own, at a far position."""
+    rows, heads, kv, at, dim = 2, 4, 1, 70_001, attention.HEAD_DIM
+    dtype = activation_dtype()
+    q = mx.random.normal((1, rows, heads * 2 * dim), key=mx.random.key(0)).astype(dtype)
+    k = mx.random.normal((1, rows, kv * dim), key=mx.random.key(1)).astype(dtype)
+    gain = mx.random.normal((dim,), key=mx.random.key(2)).astype(dtype)
+    position = mx.array([at] * 4, dtype=mx.int32)
+    got = rotary.rotate_metal(q, k, gain, gain, position, eps=1e-6, base=1e7)
+    split = q.reshape(1, rows, heads, 2 * dim)[..., :dim], k.reshape(1, rows, kv, dim)
+    worst = 0.0
+    for made, given in zip(got, split, strict=True):
+        normed = mx.fast.rms_norm(given.astype(mx.float32), gain.astype(mx.float32), 1e-6).swapaxes(1, 2)
+        turned = mx.fast.rope(normed, rotary.ROTARY_DIMS, traditional=False, base=1e7, scale=1.0, offset=at)
+        worst = max(worst, relative_rms(made, turned.astype(dtype)))
+    return worst
+
+
+def _recent() -> float:
+    """Rows that stand apart, made anew and attended over, against the op's reference over all of them in one piece."""
+    op, first, apart, rows = OPS["decode_attention"], 90, 10, 2
+    before = first + apart
+    q, keys, values, scale, _ = op.inputs(
+        Case("", {"rows": rows, "n": before + rows, "kv": 1, "at": -1}), activation_dtype(), 0
+    )
+    spare = mx.zeros((1, 2, 16 - apart, attention.HEAD_DIM), keys.dtype)
+    held = mx.concatenate([mx.concatenate([keys, values], axis=1)[:, :, first:before], spare], axis=2)
+    starts = mx.array([first] * 4, dtype=mx.int32)
+    at = mx.array([before] * 4, dtype=mx.int32)
+    fresh = mx.contiguous(keys[:, :, before:]), mx.contiguous(values[:, :, before:])
+    parts = [
+        Recent(whole, held[:, i : i + 1], starts, new) for i, (whole, new) in enumerate(zip((keys, values), fresh))
+    ]
+    want = op.reference.run(q, keys, values, scale)
+    error = relative_rms(attention.attention_metal(q, *parts, scale, at), want)
+    anew = recent.update_metal(held, starts, at, [fresh[0]], [fresh[1].reshape(1, rows, -1)])
+    exact = mx.array_equal(anew[:, :, apart : apart + rows], mx.concatenate(fresh, axis=1)).item()
+    return error if exact else float("inf")
+
+
+def _step(fusion: str) -> float:
+    """Share of tokens that the embedded model's compiled step makes wrong; `MOST_TIES` near-ties are none."""
+    from engine.checkpoint import load
+    from engine.generate import Engine
+    from engine.tiny import CHECKPOINT
+
+    loaded = load(CHECKPOINT, activation_dtype(), mtp=False)
+    settings = EngineConfig(decode=DecodeConfig(trace="step", fusion=fusion))  # type: ignore[arg-type]
+    if fusion != "off":
+        settings.decode_attention.variant = "metal"
+    plain = EngineConfig(decode=DecodeConfig(trace="eager", fusion="off"))
+    made, judge = (
+        Engine(loaded.config, loaded.weights, each, tuned=tuned.Tuned(), refuses=None) for each in (settings, plain)
+    )
+    prompt = list(range(40, 60))
+    first = made.prefill(prompt)
+    assert first is not None
+    ids = made.decode(first, STEPS)
+    judge.prefill(prompt, last=False)
+    logits = judge.logits([first, *ids[:-1]])
+    taken = mx.take_along_axis(logits, mx.array(ids, dtype=mx.uint32)[:, None], axis=-1)
+    behind = (mx.max(logits, axis=-1, keepdims=True) - taken) / mx.max(mx.abs(logits))
+    wrong = int((behind > NEAR_TIE).sum().item())  # pyright: ignore[reportArgumentType]
+    ties = int((behind > 0).sum().item()) - wrong  # pyright: ignore[reportArgumentType]
+    return (wrong + max(0, ties - MOST_TIES)) / STEPS
+
+
+UNITS: dict[str, Callable[[], float]] = {
+    "rotary": _rotary,
+    "recent": _recent,
+    "step": lambda: _step("off"),
+    "folded_step": lambda: _step("full"),
+}
+"""What is tried beside the variants: errors, or for a step the share of its tokens that is wrong."""
+
+BOUNDS = {"step": 0.0, "folded_step": 0.0}
+"""Largest error of a unit, where it is not that of an op."""
