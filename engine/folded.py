@@ -12,6 +12,9 @@ own would round to the activation type, so results differ by that rounding.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import mlx.core as mx
 
 from engine.cache import ExactView, Inputs, Recurred
@@ -19,6 +22,14 @@ from engine.kernels import experts, gated_delta, linear, rotary
 from engine.model import Model
 from engine.ops.registry import DECODE_ROWS
 from engine.weights import Attention, Experts, GatedDelta, Layer, Matrix
+
+TILES: dict[str, tuple[Mapping[str, Any], ...]] = {
+    "experts.up": tuple({"up_tile": tile} for tile in experts.UP_TILES),
+    "experts.down": tuple({"down_tile": tile} for tile in experts.DOWN_TILES),
+    "gated_delta": tuple({"columns": columns, "simdgroups": many} for columns, many in gated_delta.TILES),
+    "head": tuple({"tile": tile} for tile in linear.TILES),
+}
+"""What the tuner tries of the kernels of a wholly fused step, one after another, beside the rule of each."""
 
 
 class FoldedModel(Model):
@@ -62,9 +73,9 @@ class FoldedModel(Model):
         def core(inputs: Inputs, conv: list[mx.array], state: mx.array) -> Recurred:
             if not self.whole:
                 return self.ops.gated_delta(*inputs, conv, state, w, sizes, rows=inputs[0].shape[1])
-            self._ran("gated_delta", "registers")
+            tile = self._ran("gated_delta", "registers", "gated_delta")
             # Float32 up to the norm: a read-out may be far from the size that its norm gives it.
-            return gated_delta.gated_delta_metal(*inputs, conv, state, w, sizes, normed=False, dtype=mx.float32)
+            return gated_delta.gated_delta_metal(*inputs, conv, state, w, sizes, normed=False, dtype=mx.float32, **tile)
 
         out = view.recur(index, (qkv, z, b, a), core)
         return self._out(out, w.out_proj, h, linear.GatedNorm(w.norm, z, c.rms_norm_eps) if self.whole else None)
@@ -75,7 +86,7 @@ class FoldedModel(Model):
             return h + self.experts(w, self._norm(h, gain))
         logits, gate, up, shared = self._project(h, gain, w.gate, w.shared_gate_proj, w.shared_up_proj, w.shared_gate)
         self._ran("route", "metal")
-        self._ran("experts", "metal")
+        tiles = self._ran("experts", "metal", "experts.up", "experts.down")
         return experts.experts_metal(
             h,
             logits,
@@ -86,6 +97,7 @@ class FoldedModel(Model):
             gain=gain,
             eps=c.rms_norm_eps,
             residual=h,
+            **tiles,
         )
 
     def choose(self, h: mx.array) -> tuple[mx.array, mx.array]:
@@ -93,8 +105,8 @@ class FoldedModel(Model):
         if h.shape[1] > DECODE_ROWS or not self.whole:
             return super().choose(h)
         w = self.weights
-        self._ran("head", "metal")
-        tokens, best = linear.head_metal(h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary)[:2]
+        tile = self._ran("head", "metal", "head")
+        tokens, best = linear.head_metal(h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary, **tile)[:2]
         return tokens.squeeze(0), mx.isfinite(best).squeeze(0)
 
     def _project(self, h: mx.array, gain: mx.array, *matrices: Matrix) -> tuple[mx.array, ...]:
@@ -108,5 +120,8 @@ class FoldedModel(Model):
         self._ran("linear", "metal")
         return linear.products_metal(x, (w,), prologue=prologue, residual=residual)[0]
 
-    def _ran(self, op: str, variant: str) -> None:
-        self.ops.recorder.record(op, variant, "folded")
+    def _ran(self, op: str, variant: str, *kernels: str) -> dict[str, Any]:
+        """Count a call; the tuned tiles of its kernels."""
+        tiles = {name: value for kernel in kernels for name, value in self.ops.folded.get(kernel, {}).items()}
+        self.ops.recorder.record(op, variant, " ".join(["folded", *(f"{k} {v}" for k, v in tiles.items())]))
+        return tiles

@@ -181,11 +181,11 @@ def read(paths: Sequence[Path], key: str) -> Tuned:
             used.append(path)
         notes += [f"{path.name}: {line}" for line in void]
         choices, step = made | choices, step or own
-    return Tuned(choices, step.get("fusion"), step.get("trace"), step.get("costs"), tuple(notes), tuple(used))
+    return Tuned(choices, **step, notes=tuple(notes), files=tuple(used))
 
 
 def unpack(entry: Mapping[str, Any]) -> tuple[dict[str, tuple[Choice, ...]], dict[str, Any], list[str]]:
-    """Choices by op, the step's, and a note for every part that no longer holds."""
+    """Choices by op, of the step the fields of `Tuned`, and a note for every part that no longer holds."""
     if entry["mlx"] != mlx_version():
         return {}, {}, [f"measured with MLX {entry['mlx']}, this is {mlx_version()}: tune again"]
     void = [name for name, code in entry["identities"].items() if name not in (*OPS, STEP) or identity(name) != code]
@@ -194,7 +194,10 @@ def unpack(entry: Mapping[str, Any]) -> tuple[dict[str, tuple[Choice, ...]], dic
         choice = _choice(told)
         if told["op"] not in void and choice.variant in OPS[told["op"]].variants:
             made.setdefault(told["op"], []).append(choice)
-    step = {} if STEP in void else dict(entry.get("step") or {})
+    told = {} if STEP in void else entry.get("step") or {}
+    step = {name: told[name] for name in ("fusion", "trace", "costs") if name in told}
+    if told.get("folded"):
+        step["folded"] = {kernel: settings(values) for kernel, values in told["folded"].items()}
     notes = [f"{name} has changed since it was measured: tune again" for name in void]
     return {op: tuple(found) for op, found in made.items()}, step, notes
 

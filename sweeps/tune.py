@@ -30,6 +30,7 @@ import mlx.core as mx
 from engine import tuned as files
 from engine.config import DecodeConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from engine.device import activation_dtype, device_kind
+from engine.folded import TILES
 from engine.generate import Engine
 from engine.ops import OPS, Op, Variant, relative_rms
 from engine.ops.choice import Tuned
@@ -69,12 +70,17 @@ CHECKED_BYTES = 1 << 26
 """Attention over caches up to this size is held against the reference, over larger ones against the op in place."""
 FAR_BEHIND = 5.0
 """From so many times the fastest on, a variant is not tried with more rows."""
+BASE_BEHIND = 30.0
+"""The same for the op that stands in place."""
 
 PROMPT, STEPS = 256, {"cpu": 4, "metal": 16, "cuda": 16}
 """Tokens in the cache of a timed step, and steps of a window."""
 FUSIONS = (("off", "step"), ("off", "eager"), ("off", "layer"), ("partial", "step"), ("full", "step"))
 """(fusion, trace) of whole steps; the first stands in place without a file."""
-STEP, COSTS = "step", "costs"
+STEP, COSTS, RULE = "step", "costs", "its own rule"
+FOLDED = tuple(f"step.{kernel}" for kernel in TILES)
+WHOLE = (STEP, *FOLDED, COSTS)
+"""Comparisons of whole steps: fusion and trace, tiles of the kernels of a fused one, and rows."""
 TAKEN_BACK = 4
 """Rows of the verification that shows what taking rows back costs."""
 
@@ -198,7 +204,9 @@ class Tuner:
         most = self.config.max_position_embeddings
         contexts = [n for n in CONTEXTS[self.kind] if n <= most]
         chunks = [n for n in CHUNKS[self.kind] if n <= most]
-        whole = [Cell(STEP, context=PROMPT), Cell(COSTS, context=PROMPT)] if self.steps else []
+        whole = (
+            [Cell(op, context=PROMPT) for op in WHOLE if self.kind != "cpu" or op not in FOLDED] if self.steps else []
+        )
         made = [*self._decode(1, contexts), *whole]
         for rows in chunks:
             made += [self._cell(op, rows, rows) for op in OPS.values()]
@@ -206,7 +214,7 @@ class Tuner:
             made += [self._cell(op, *LONG_PREFILL) for op in OPS.values() if op.context is not None]
         for rows in ROWS[self.kind][1:]:
             made += self._decode(rows, contexts)
-        return [cell for cell in made if cell.op in (STEP, COSTS) or self._cases(cell)]
+        return [cell for cell in made if cell.op in WHOLE or self._cases(cell)]
 
     def _decode(self, rows: int, contexts: Sequence[int]) -> list[Cell]:
         return [
@@ -242,7 +250,7 @@ class Tuner:
 
     def key(self, cell: Cell) -> str:
         """What a comparison depends on: the chip, the geometry, MLX, and the code of the op."""
-        of = files.STEP if cell.op in (STEP, COSTS) else cell.op
+        of = files.STEP if cell.op in WHOLE else cell.op
         layers = self.config.num_hidden_layers if of == files.STEP else None
         parts = [files.FORMAT, files.chip(), self.geometry, files.mlx_version(), files.identity(of), layers]
         text = json.dumps([*parts, dataclasses.astuple(cell)])
@@ -275,6 +283,8 @@ class Tuner:
         refused: list[dict[str, Any]] = []
         if cell.op == STEP:
             made = self._steps(refused, known)
+        elif cell.op in FOLDED:
+            made = self._tiles(cell, refused, known)
         elif cell.op == COSTS:
             made = self._costs(refused, known)
         else:
@@ -340,7 +350,8 @@ class Tuner:
             for c in row["contenders"]:
                 times[c["variant"]] = min(times.get(c["variant"], math.inf), _timing(c).median)
             for name, ns in times.items():
-                if ns > FAR_BEHIND * min(times.values()):
+                # The op to beat stands beside every choice, unless it would take minutes itself.
+                if ns > (BASE_BEHIND if name == row["base"] else FAR_BEHIND) * min(times.values()):
                     found[name] = f"{ns / min(times.values()):.0f} times the fastest at {row['rows']} rows"
         return found
 
@@ -431,10 +442,16 @@ class Tuner:
 
     # -- whole steps -----------------------------------------------------------------------
 
-    def _engine(self, known: Mapping[str, Any], drafting: SpeculativeConfig | None = None, **decode: Any) -> Engine:
-        """An engine with the ops chosen so far, some text in its cache."""
+    def _engine(
+        self,
+        known: Mapping[str, Any],
+        drafting: SpeculativeConfig | None = None,
+        told: Tuned | None = None,
+        **decode: Any,
+    ) -> Engine:
+        """An engine with the ops chosen so far, or with what is `told`, and some text in its cache."""
         config = EngineConfig(decode=DecodeConfig(**decode), speculative=drafting or SpeculativeConfig())
-        made = Engine(self.config, self.weights, config, dtype=self.dtype, tuned=self.tuned(known))
+        made = Engine(self.config, self.weights, config, dtype=self.dtype, tuned=told or self.tuned(known))
         made.prefill([(7 + 13 * i) % min(400, self.config.vocab_size) for i in range(PROMPT)])
         return made
 
@@ -451,6 +468,25 @@ class Tuner:
         base = "/".join(FUSIONS[0])
         timings = self._timed(contenders, base, refused, passes=STEPS[self.kind], everyone=True)
         return {"base": base, "calls": 1, "contenders": _rows(contenders, timings)}
+
+    def _tiles(self, cell: Cell, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
+        """A wholly fused step with every tile of one of its kernels, the others as chosen so far."""
+        chosen, kernel = self.tuned(known), cell.op.removeprefix("step.")
+        contenders = {}
+        if chosen.fusion != "full":
+            refused.append({"settings": {}, "message": "no step of this machine is wholly fused"})
+            return {"base": RULE, "calls": 1, "contenders": []}
+        for settings in ({}, *TILES[kernel]):
+            told = dataclasses.replace(chosen, folded={**chosen.folded, kernel: settings})
+            label = _label(kernel, settings) if settings else RULE
+            try:
+                engine = self._engine(known, told=told, fusion="full", trace=chosen.trace or "step")
+            except Exception as error:
+                refused.append({"settings": dict(settings), "message": _message(error)})
+                continue
+            contenders[label] = Contender(label, {"settings": dict(settings)}, _decoding(engine))
+        timings = self._timed(contenders, RULE, refused, passes=STEPS[self.kind])
+        return {"base": RULE, "calls": 1, "contenders": _rows(contenders, timings)}
 
     def _costs(self, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
         chosen = self.tuned(known)
@@ -482,12 +518,12 @@ class Tuner:
     def tuned(self, known: Mapping[str, Mapping[str, Any]]) -> Tuned:
         """The choices so far, as the engine would read them."""
         choices, step, notes = files.unpack(self.entry(known))
-        return Tuned(choices, step.get("fusion"), step.get("trace"), step.get("costs"), tuple(notes))
+        return Tuned(choices, **step, notes=tuple(notes))
 
     def entry(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """What the tuned file says of this geometry: choices, step and costs, refusals, and what was not measured."""
         rows = [(cell, known[key]) for cell in self.cells if (key := self.key(cell)) in known]
-        choices, step = [], {}
+        choices, step, folded = [], {}, {}
         for cell, row in rows:
             if cell.op == COSTS:
                 step |= {"costs": made} if (made := _costs_of(row)) else {}
@@ -495,8 +531,14 @@ class Tuner:
                 made = self._choice(cell, row)
                 if cell.op == STEP:
                     step |= made
+                elif cell.op in FOLDED:
+                    folded[cell.op.removeprefix("step.")] = made
                 elif made:
                     choices.append(made)
+        if tiles := {kernel: made["settings"] for kernel, made in folded.items() if made["settings"]}:
+            step |= {"folded": tiles}
+        if folded:
+            step |= {"folded_us": {kernel: made["us_of"] for kernel, made in folded.items()}}
         left = [cell.text for cell in self.cells if self.key(cell) not in known]
         refused = _once(
             {"op": cell.op, "rows": cell.rows, "context": cell.context} | r
@@ -532,6 +574,8 @@ class Tuner:
         }
         if cell.op == STEP:
             return {name: told[label][name] for name in ("fusion", "trace")} | made | {"us_of": _all(timings, scale)}
+        if cell.op in FOLDED:
+            return {"settings": told[label]["settings"], "us_of": _all(timings, scale)}
         measured: dict[str, dict[str, Any]] = {}
         for name, timing in sorted(timings.items(), key=lambda item: item[1].median):
             values = {"settings": told[name]["settings"], "us": round(timing.median * scale, 2)}
@@ -542,7 +586,7 @@ class Tuner:
 
     def _preferred(self, cell: Cell, told: Iterable[Mapping[str, Any]]) -> list[str]:
         """Labels, preferred first: as declared for the device, the reference last, a variant's own rule first."""
-        if cell.op == STEP:
+        if cell.op in WHOLE:
             return [c["label"] for c in told]
         op = OPS[cell.op]
         order = [*op.order[self.kind, cell.phase], *op.variants]  # pyright: ignore[reportArgumentType]

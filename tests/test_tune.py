@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from ablations.arms import preset
+from engine import folded
 from engine import tuned as files
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.doctor import tuned_findings
@@ -25,9 +26,9 @@ from sweeps.bench import Bench, Timing, winner
 from sweeps.clock import ManualClock, SystemClock
 from sweeps.compose import UsageError
 from sweeps.guard import elsewhere, paths, same_path
-from sweeps.tune import COSTS, STEP, Cell, Tuner, tune
+from sweeps.tune import COSTS, RULE, STEP, Cell, Tuner, tune
 
-CONFIG = tiny_config()
+CONFIG = tiny_config(max_position_embeddings=1024)
 POINTS = [(name, variant.name) for name, op in OPS.items() for variant in op.variants.values()]
 OWN_TILE = {"tile": "2x4"}
 Cost = Callable[[str, Mapping[str, Any]], int]
@@ -49,6 +50,10 @@ def faked(monkeypatch: pytest.MonkeyPatch, clock: ManualClock) -> Callable[[Cost
 
     def install(cost: Cost) -> None:
         monkeypatch.setattr(mx, "compile", lambda function: function)
+        # Fewer rounds and rows of the same kind.
+        monkeypatch.setattr("sweeps.bench.ROUNDS", 1)
+        monkeypatch.setattr("sweeps.bench.FINAL_ROUNDS", 3)
+        monkeypatch.setattr("sweeps.tune.ROWS", {"metal": (1, 4)})
         for name, op in OPS.items():
             variants = {v.name: dataclasses.replace(v, run=_running(v.name, cost, clock)) for v in op.variants.values()}
             fake = dataclasses.replace(op, variants=variants, inputs=lambda case, dtype, seed: (mx.zeros((2,)),))
@@ -202,6 +207,38 @@ def test_steps_are_chosen_like_ops(weights, clock, tmp_path):
     assert bind(EngineConfig(), "metal", told).fusion == "full"
     # On a CPU, and beside an op that was named, fusion has no place.
     assert bind(EngineConfig(), "cpu", told).fusion == bind(EngineConfig(linear="mlx"), "metal", told).fusion == "off"
+
+
+def test_tiles_of_a_fused_step_are_chosen_kept_and_handed_to_its_kernels(weights, clock, tmp_path, monkeypatch):
+    made = tuner(weights, tmp_path, clock)
+    cells = {c.op: c for c in made.cells}
+
+    def row(base: str, *told: tuple[str, float, dict[str, Any]]) -> dict[str, Any]:
+        rows = [{"label": n, "why_not": "", "first": t, "rounds": [], "finals": [t] * 3} | more for n, t, more in told]
+        return {"base": base, "calls": 1, "contenders": rows, "refused": []}
+
+    rule, tile = (RULE, 100.0, {"settings": {}}), {"up_tile": [4, 8]}
+    known = {
+        made.key(cells[STEP]): row("off/step", ("full/step", 1.0, {"fusion": "full", "trace": "step"})),
+        made.key(cells["step.experts.up"]): row(RULE, rule, ("up", 50.0, {"settings": tile})),
+        made.key(cells["step.head"]): row(RULE, rule, ("head", 99.0, {"settings": {"tile": "8x8"}})),
+    }
+    told = made.tuned(json.loads(json.dumps(known)))
+    assert told.fusion == "full" and told.folded == {"experts.up": {"up_tile": (4, 8)}}
+    ops = bind(EngineConfig(), "cuda", told)
+    assert ops.fusion == "full"
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(folded.linear, "products_metal", lambda *_, **__: (mx.zeros((1, 1, 32)),) * 4)
+    monkeypatch.setattr(folded.experts, "experts_metal", lambda *_, **given: seen.update(given))
+    model = folded.FoldedModel(CONFIG, weights, ops, 400)
+    model._mix(weights.layers[0].experts, weights.norm, mx.zeros((1, 1, CONFIG.hidden_size)))
+    assert seen["up_tile"] == (4, 8) and "down_tile" not in seen
+    assert ("experts", "metal", "folded up_tile (4, 8)") in ops.recorder.counts
+
+
+def test_no_tile_of_a_fused_step_is_tried_where_none_is_fused(weights, clock, tmp_path):
+    row = tuner(weights, tmp_path, clock).measure(Cell("step.head", context=256), {})
+    assert not row["contenders"] and "wholly fused" in row["refused"][0]["message"]
 
 
 # -- what is kept --------------------------------------------------------------------------------------
@@ -406,6 +443,11 @@ def test_a_step_tuned_by_context_is_guarded_at_all_of_them(weights):
 
 
 # -- spaces, and the command ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", folded.TILES)
+def test_a_space_of_a_fused_kernel_too(kernel):
+    assert 1 < len(folded.TILES[kernel]) <= 12
 
 
 @pytest.mark.parametrize(("op", "name"), POINTS)

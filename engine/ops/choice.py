@@ -40,12 +40,14 @@ class Tuned:
     Attributes:
         choices: by op. fusion, trace: of a step, or None. costs: of passes of several rows, or None (see
             `engine.speculative.Costs`). notes: what was passed over and why, one line each. files: what was used.
+        folded: settings of the kernels of a wholly fused step, by the names of `engine.folded.TILES`.
     """
 
     choices: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
     fusion: str | None = None
     trace: str | None = None
     costs: Mapping[str, Any] | None = None
+    folded: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
 
