@@ -31,6 +31,9 @@ Unit = Literal["session", "block"]
 LEAST_MARGIN = 0.01
 """No margin is narrower than 1 %: below that, code layout alone moves a rate."""
 
+MOST_MARGIN = 0.10
+"""Above this margin no two arms are called the same: the run cannot tell."""
+
 POWER = 0.80
 """Probability of a decided verdict for which the detectable effect is stated."""
 

@@ -34,6 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import sweeps
 from ablations.arms import PRESETS, TOGGLES, preset
+from ablations.statistics import LEAST_MARGIN, MOST_MARGIN
 from engine.config import EngineConfig
 from engine.ops import OPS
 from sweeps import toggles
@@ -113,6 +114,7 @@ class Request:
         part_seconds: limit of one invocation, or None.
         base: another checkout whose engine is the reference, or None. head: the checkout that is held against it; None
             is this one.
+        margin: smallest difference of interest, as a share.
         planted: share of its time by which a copy of the engine's arm is slowed, or None.
         config: everything composed, for the record.
     """
@@ -141,6 +143,7 @@ class Request:
     base: Path | None
     head: Path | None
     planted: float | None
+    margin: float
     logprobs: bool
     shared_cache: bool
     seed: int
@@ -514,6 +517,7 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         base=None if values["base"] is None else resolve(str(values["base"]), launch),
         head=None if values["head"] is None else resolve(str(values["head"]), launch),
         planted=_share("planted", _first(values["planted"], sweep.get("planted"))),
+        margin=_margin(values["margin"]),
         logprobs=bool(values["decode"]["logprobs"]),
         shared_cache=values["decode"]["cache"] == "shared",
         seed=_count("seed", values["seed"], least=0),
@@ -594,6 +598,14 @@ def _share(key: str, value: Any) -> float | None:
     made = float(found[1]) / (100 if found[2] else 1) if found else 0.0
     if not 0 < made <= 1:
         raise UsageError(f"{key}={value} is no share: write 5% or 0.05")
+    return made
+
+
+def _margin(value: Any) -> float:
+    made = LEAST_MARGIN if value is None else _share("margin", value)
+    assert made is not None
+    if not LEAST_MARGIN <= made <= MOST_MARGIN:
+        raise UsageError(f"margin={value} is out of range: it goes from {LEAST_MARGIN:.0%} to {MOST_MARGIN:.0%}")
     return made
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ablations.statistics import Estimate, StatisticsError, Window, aa_margin, block_log_ratios, paired_ratio
+from ablations.statistics import (
+    LEAST_MARGIN,
+    MOST_MARGIN,
+    Estimate,
+    StatisticsError,
+    Window,
+    aa_margin,
+    block_log_ratios,
+    paired_ratio,
+)
 from ablations.verdicts import verdict
 from sweeps import calibration
 from sweeps.points import Contrast, Job, Point
 from sweeps.rows import ContrastRow, SampleRow, tokens_per_second
 from sweeps.store import RETRY
-
-MOST_MARGIN = 0.10
-"""Above this margin, which the A/A arms set, no two arms are called the same: the run cannot tell."""
 
 
 def contrast_rows(
@@ -41,7 +47,8 @@ def _margin(
     estimates = [_estimate(contrast, here, 0.0)[0] for contrast in pairs]
     blocks = len({row.block for row in here if row.block >= 0 and row.status == "ok"})
     known = calibration.ratios(earlier, job, point, blocks)
-    return max([aa_margin(estimate, known) for estimate in estimates] or [aa_margin(None, known)])
+    asked = float(job.settings.get("least_margin") or LEAST_MARGIN)
+    return max(asked, *([aa_margin(estimate, known) for estimate in estimates] or [aa_margin(None, known)]))
 
 
 def _estimate(contrast: Contrast, here: Sequence[SampleRow], margin: float) -> tuple[Estimate | None, str | None]:

@@ -38,6 +38,9 @@ DECODE_TOKENS = 64
 CPU_DECODE_BLOCKS = 60
 """Decode windows of one session on a CPU: many short ones, because single windows there scatter by several percent."""
 
+CPU_LONG_PROMPT = 256
+"""Tokens from which a prompt on a CPU is repeated as often as on other devices."""
+
 PREFILL_REPLICATES = ((8192, 5), (32_768, 2))
 """(largest frontier, prefill blocks a session); above the last, one."""
 
@@ -332,7 +335,10 @@ class _Planner:
         tokens = CPU_DECODE_TOKENS if self.short else DECODE_TOKENS
         straight = frontier <= STRAIGHT_CHUNKS * self.chunk
         if phase == "prefill":
-            blocks = min(self.request.blocks, next((n for most, n in PREFILL_REPLICATES if frontier <= most), 1))
+            most = next((n for most, n in PREFILL_REPLICATES if frontier <= most), 1)
+            # Short prompts on a CPU scatter as decode windows do, and cost as little.
+            most = CPU_DECODE_BLOCKS if self.short and frontier < CPU_LONG_PROMPT else most
+            blocks = min(self.request.blocks, most)
             for arm in self.arms:
                 reason = self._too_slow(arm, frontier)
                 if reason:
@@ -585,6 +591,7 @@ def _settings(
         "cache_from": plan.donor,
         "walk_check": 16_384 if 16_384 in walk else (walk[0] if walk else None),
         "suite": request.suite,
+        "least_margin": request.margin,
         "real_command": REAL_COMMAND if model.toy else None,
     }
 

@@ -38,7 +38,11 @@ def folder(name: str, words: Sequence[Sequence[str]], launch: Path, given: Path 
         if not json.loads(path.read_text(encoding="utf-8")).get("finished"):
             return path.parent
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return runs / f"{stamp}-suite-{name}-{digest}"
+    made, number = runs / f"{stamp}-suite-{name}-{digest}", 1
+    while made.exists():
+        number += 1
+        made = runs / f"{stamp}-suite-{name}-{digest}-{number}"
+    return made
 
 
 def placed(requests: Sequence[Request], where: Path) -> list[Request]:

@@ -41,6 +41,8 @@ def test_ablation_files_compose_and_name_themselves(name):
     assert request.ablation["name"] == name
     if request.ablation["varies"] in arms.TOGGLES:
         assert request.phases == arms.toggle(request.ablation["varies"]).phases
+    for found in map(claim, request.ablation["claims"]):
+        assert side(found)[0] == request.ablation["varies"], found.name
 
 
 def test_every_toggle_has_an_ablation():
@@ -105,13 +107,6 @@ def test_suite_published_asks_every_claim_at_its_phase_and_contexts_and_every_to
     assert {"mlx_lm"} == {job.subject["name"] for job in jobs} - {"none"}
     assert sum(bool(one["ladder"]) for job in jobs for one in job.ablations) == 2
     assert sum(bool(one["interaction"]) for job in jobs for one in job.ablations) == 3
-
-
-def test_claims_of_an_ablation_are_about_what_it_varies():
-    for name in compose.options("ablation"):
-        ablation = compose.request([f"ablation={name}"]).ablation
-        for found in map(claim, ablation["claims"]):
-            assert side(found)[0] == ablation["varies"], (name, found.name)
 
 
 def test_words_of_the_user_go_before_those_of_a_suite():
@@ -181,6 +176,8 @@ def test_composing_leaves_another_hydra_job_alone():
         (["suite=publishd"], "'published'"),
         (["suite=quick", "ablation=gdn_scan"], "two lists"),
         (["ablation=gdn_scan+step_trac"], "'step_trace'"),
+        (["margin=0.5%"], "1% to 10%"),
+        (["margin=20%"], "1% to 10%"),
         (["directions=[into]"], "directions: 'into'"),
         (["sweep"], "key=value"),
         (["--multi"], "-m"),

@@ -1,0 +1,106 @@
+"""A suite: one folder, jobs that are done stay done, a part that is used up ends, one report of all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import suite_rows
+
+from reports.load import read_rows
+from sweeps import compose, suite
+from sweeps.__main__ import main
+from sweeps.clock import ManualClock
+from sweeps.compose import Request
+from sweeps.points import Job
+from sweeps.store import write_job
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> list[Request]:
+    jobs = compose.jobs(compose.parse(["suite=quick", "part=5m"]))
+    return suite.placed([compose.request(job, tmp_path) for job in jobs[:3]], tmp_path / "s")
+
+
+class Runner:
+    """Stands in for a job: takes time on the clock, leaves rows, and a report unless it is cut short."""
+
+    def __init__(self, clock: ManualClock, seconds: float, code: int = 0) -> None:
+        self.clock, self.seconds, self.code = clock, seconds, code
+        self.parts: list[float | None] = []
+
+    def __call__(self, request: Request) -> int:
+        assert request.run_dir is not None
+        self.parts.append(request.part_seconds)
+        self.clock.advance(int(self.seconds * 1e9))
+        suite_rows.write(request.run_dir)
+        made: Job = replace(suite_rows.job(), run_dir=str(request.run_dir))
+        write_job(replace(made, sessions=5, settings=made.settings | {"part_seconds": request.part_seconds}))
+        (request.run_dir / "report.md").write_text("done", encoding="utf-8")
+        return self.code
+
+
+def folders(requests: list[Request]) -> list[str]:
+    return [r.run_dir.name for r in requests if r.run_dir]
+
+
+def test_jobs_lie_beside_each_other_in_order(requests, tmp_path):
+    assert folders(requests) == ["01-packed_dequant+gpu_routing+2", "02-packed_dequant", "03-gpu_routing"]
+    assert {r.run_dir.parent for r in requests if r.run_dir} == {tmp_path / "s"}
+
+
+def test_a_part_ends_before_the_next_job_and_the_next_command_goes_on(requests, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "report", lambda requests, where: 0)
+    clock = ManualClock()
+    first = Runner(clock, 130)
+    assert suite.run("quick", requests, tmp_path / "s", first, clock) == 0
+    assert first.parts == [300, 170], "the third job would have had 40 s"
+    assert "1 of 3 jobs are not done: give the same command again" in capsys.readouterr().err
+    assert json.loads((tmp_path / "s" / "suite.json").read_text())["finished"] is False
+    again = Runner(clock, 10)
+    assert suite.run("quick", requests, tmp_path / "s", again, clock) == 0
+    assert again.parts == [300]
+    assert json.loads((tmp_path / "s" / "suite.json").read_text())["finished"] is True
+
+
+def test_a_job_that_fails_does_not_keep_the_others_from_running(requests, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "report", lambda requests, where: 0)
+    clock = ManualClock()
+    runner = Runner(clock, 1, code=1)
+    assert suite.run("quick", requests, tmp_path / "s", runner, clock) == 1
+    assert len(runner.parts) == 3
+
+
+def test_an_unfinished_suite_goes_on_in_its_folder_whatever_part_and_budget_and_a_finished_one_does_not(tmp_path):
+    def where(*words: str) -> Path:
+        return suite.folder("quick", compose.jobs(compose.parse(["suite=quick", *words])), tmp_path, None)
+
+    made = where("part=5m")
+    made.mkdir(parents=True)
+    (made / "suite.json").write_text('{"finished": false}', encoding="utf-8")
+    assert where("part=9m", "budget=1h", "dry_run=true") == made
+    assert where("seed=3") != made
+    (made / "suite.json").write_text('{"finished": true}', encoding="utf-8")
+    assert where("part=5m") != made
+
+
+def test_all_jobs_make_one_report(requests, tmp_path, capsys):
+    runner = Runner(ManualClock(), 1)
+    for request in requests[:1]:
+        runner(request)
+    assert suite.report(requests, tmp_path / "s") == 0
+    printed = Path(capsys.readouterr().out.strip())
+    assert printed == tmp_path / "s" / "report.html" and "Interactions" in printed.read_text(encoding="utf-8")
+    assert read_rows([requests[0].run_dir]).samples
+    assert suite.report(requests[1:], tmp_path / "s") == 1
+
+
+def test_the_dry_run_of_a_suite_names_every_job_and_its_time(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["suite=quick", "dry_run=json", "probe=false"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["jobs"]) == 6 and told["seconds"] < 540
+    assert sum(job["budget_seconds"] for job in told["jobs"]) <= 480, "what remains of ten minutes is for starting"
+    assert not list(tmp_path.iterdir())
