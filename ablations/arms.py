@@ -100,7 +100,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 # -- the table ------------------------------------------------------------------------------------
 
-_UNPACKED = ("expanded", "reference", "grouped")
+_UNPACKED = ("expanded", "reference", "grouped", "expanded_grouped")
 _DEVICE_ROUTING = (
     Need("route", ("host",), "mlx"),
     Need("experts.variant", ("grouped",), "mlx"),
