@@ -10,7 +10,7 @@ from typing import Any
 from engine.config import DecodeAttentionConfig, EngineConfig
 from engine.kernels.attention import HEADS, LANES, NO_PAGED_TILES, SPLITS
 from engine.ops.choice import Choice, Tuned, nearest
-from engine.ops.registry import DECODE_ROWS, OPS, Op, Phase, Recorder, Variant, VariantUnsupported
+from engine.ops.registry import DECODE_ROWS, OPS, Op, Phase, Recorder, Refuses, Variant, VariantUnsupported
 
 
 @dataclass(frozen=True)
@@ -133,24 +133,25 @@ def _both(decode: str, prefill: str) -> str:
     return decode if decode == prefill else f"{decode} | {prefill}"
 
 
-def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> BoundOps:
+def bind(config: EngineConfig, device: str, tuned: Tuned | None = None, refuses: Refuses | None = None) -> BoundOps:
     """Choose a variant for every op.
 
     Args:
         tuned: what ``best`` is on this chip; None: the declared order.
+        refuses: why a variant, or ``("unit", name)`` of `engine.proof`, is not to be used on this machine.
 
     Raises:
         VariantUnsupported: a named variant, tile or attention setting that cannot run on `device`.
     """
     recorder = Recorder()
-    fusion = _fusion(config, device, tuned.fusion if tuned else None)
-    measured = {} if tuned is None else _applicable(config, device, tuned)
+    fusion = _fusion(config, device, tuned.fusion if tuned else None, refuses)
+    measured = {} if tuned is None else _applicable(config, device, tuned, refuses)
     paged = config.cache.layout == "paged"
 
     def one(name: str, wanted: str, told: str | None = None, **settings: Any) -> BoundOp:
         op = OPS[name]
-        decode = op.choose(wanted, device, "decode", paged)
-        prefill = op.choose(told or wanted, device, "prefill", paged)
+        decode = op.choose(wanted, device, "decode", paged, refuses)
+        prefill = op.choose(told or wanted, device, "prefill", paged, refuses)
         return BoundOp(
             op,
             decode,
@@ -175,7 +176,9 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None) -> Bound
             tile=config.experts.tile,
             shared="beside" if config.overlap else "after",
         ),
-        decode_attention=one("decode_attention", attention.variant, **_attention_settings(attention, device, paged)),
+        decode_attention=one(
+            "decode_attention", attention.variant, **_attention_settings(attention, device, paged, refuses)
+        ),
         prefill_attention=one("prefill_attention", config.prefill_attention),
         gated_delta=one("gated_delta", config.gated_delta),
         head=one("head", config.head),
@@ -229,7 +232,9 @@ def _overlapping_experts(config: EngineConfig, device: str) -> str | None:
     return wanted
 
 
-def _applicable(config: EngineConfig, device: str, tuned: Tuned) -> dict[str, tuple[Choice, ...]]:
+def _applicable(
+    config: EngineConfig, device: str, tuned: Tuned, refuses: Refuses | None
+) -> dict[str, tuple[Choice, ...]]:
     """Tuned choices by op, but for ops of which a setting was named, and for variants that do not run here."""
     named = set()
     attention = dataclasses.replace(config.decode_attention, variant="best")
@@ -241,7 +246,12 @@ def _applicable(config: EngineConfig, device: str, tuned: Tuned) -> dict[str, tu
     for name, choices in tuned.choices.items():
         runs = OPS[name].variants
         if name not in named:
-            made[name] = tuple(c for c in choices if runs[c.variant].supports(None, device) is None)
+            made[name] = tuple(
+                c
+                for c in choices
+                if runs[c.variant].supports(None, device) is None
+                and (refuses is None or refuses(name, c.variant) is None)
+            )
     return made
 
 
@@ -283,7 +293,7 @@ FOLDED = {
 """What each degree of fusion takes over from an op's own variant, with the values of the config that allow it."""
 
 
-def _fusion(config: EngineConfig, device: str, tuned: str | None) -> str:
+def _fusion(config: EngineConfig, device: str, tuned: str | None, refuses: Refuses | None) -> str:
     """The degree of fusion to run; ``best`` is what was tuned, where nothing that it takes over was named.
 
     Raises:
@@ -294,13 +304,30 @@ def _fusion(config: EngineConfig, device: str, tuned: str | None) -> str:
         return "off"
     if wanted == "best":
         free = tuned in FOLDED and device != "cpu" and _named(config, FOLDED[tuned]) is None
-        return tuned if free and tuned else "off"
+        return tuned if free and tuned and _against(tuned, refuses) is None else "off"
     if device == "cpu":
         raise VariantUnsupported("decode.fusion", wanted, "the fused kernels run on Metal and CUDA, not on a CPU")
     if (found := _named(config, FOLDED[wanted])) is not None:
         op, named = found
         raise VariantUnsupported("decode.fusion", wanted, f"it takes the place of {op}={named}; leave {op} at best")
+    if (reason := _against(wanted, refuses)) is not None:
+        raise VariantUnsupported("decode.fusion", wanted, reason)
     return wanted
+
+
+UNITS = ("rotary", "recent", "folded_step")
+"""What a folded step needs on this machine beside its ops' variants (`engine.proof`)."""
+
+
+def _against(fusion: str, refuses: Refuses | None) -> str | None:
+    """Why this machine does not run a fused step, with the kernel that fails it."""
+    if refuses is None:
+        return None
+    parts = [(op, kinds[1]) for op, kinds in FOLDED[fusion].items() if len(kinds) > 1]
+    for part, name in [*parts, *(("unit", name) for name in UNITS)]:
+        if (reason := refuses(part, name)) is not None:
+            return f"{name if part == 'unit' else f'{part}={name}'}: {reason}"
+    return None
 
 
 def _named(config: EngineConfig, folded: Mapping[str, tuple[str, ...]]) -> tuple[str, str] | None:
@@ -315,13 +342,15 @@ def _named(config: EngineConfig, folded: Mapping[str, tuple[str, ...]]) -> tuple
 ATTENTION_VALUES = {"heads": HEADS, "split": SPLITS, "lanes": LANES}
 
 
-def _attention_settings(attention: DecodeAttentionConfig, device: str, paged: bool) -> dict[str, Any]:
+def _attention_settings(
+    attention: DecodeAttentionConfig, device: str, paged: bool, refuses: Refuses | None
+) -> dict[str, Any]:
     """What the chosen variant is told, ``"best"`` replaced by its default.
 
     Raises:
         VariantUnsupported: a setting that the variant does not take.
     """
-    variant = OPS["decode_attention"].choose(attention.variant, device, "decode", paged)
+    variant = OPS["decode_attention"].choose(attention.variant, device, "decode", paged, refuses)
     # A split that nobody named is the variant's own at every length.
     named = attention.split != "best"
     settings: dict[str, Any] = {"blocks": attention.blocks, "min_context": attention.min_context if named else 0}
