@@ -291,14 +291,15 @@ class DecodeConfig:
     """How a decode step is driven.
 
     feedback: ``"device"`` (token stays there) or ``"host"`` (read back each step).
-    trace: ``"best"``, ``"step"`` (whole step compiled), ``"layer"`` or ``"eager"``.
+    trace: ``"best"``, ``"replay"`` (CUDA: the step recorded once and replayed as one graph), ``"step"`` (compiled as a
+        whole), ``"layer"`` or ``"eager"``.
     fusion: ``"best"``, ``"off"``, ``"partial"`` or ``"full"``.
     in_flight: steps submitted before the oldest is read (1 = no overlap).
     logprobs: also compute full-vocabulary log-probabilities, the work MLX-LM does.
     """
 
     feedback: Literal["device", "host"] = "device"
-    trace: Literal["best", "step", "layer", "eager"] = "best"
+    trace: Literal["best", "replay", "step", "layer", "eager"] = "best"
     fusion: Literal["best", "off", "partial", "full"] = "best"
     in_flight: int = 2
     logprobs: bool = False

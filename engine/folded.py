@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.cache import ExactView, Inputs, Recurred
-from engine.kernels import experts, gated_delta, linear, rotary
+from engine.kernels import experts, gated_delta, linear, rotary, step
 from engine.model import Model
 from engine.ops.registry import DECODE_ROWS
 from engine.weights import Attention, Experts, GatedDelta, Layer, Matrix
@@ -42,6 +42,13 @@ class FoldedModel(Model):
     def whole(self) -> bool:
         """Whether routing, experts, recurrence and head are fused too."""
         return self.ops.fusion == "full"
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """Rows of the embedding: few of a packed table by one launch."""
+        if ids.shape[0] > DECODE_ROWS or self.weights.embed.scales is None:
+            return super().embed(ids)
+        self._ran("embed", "metal")
+        return step.embed_metal(ids, self.weights.embed)
 
     def decoder(self, layer: Layer, index: int, h: mx.array, view: ExactView) -> mx.array:
         """A decoder layer; few rows take the folded form."""

@@ -22,11 +22,13 @@ from engine.cache import Cache, ExactView, PagedCache, RecentCache, Snapshot, Tr
 from engine.config import EngineConfig, ModelConfig
 from engine.device import activation_dtype, device_kind
 from engine.folded import FoldedModel
+from engine.kernels import cuda
 from engine.kernels.recent import MOST_LAYERS
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
 from engine.ops.choice import Tuned
 from engine.ops.registry import Refuses
+from engine.replay import Pending, Replay, ReplayedCache, unsupported
 from engine.sampling import GREEDY, Sampling, sample
 from engine.speculative import Costs, Counts, Speculator
 from engine.tuned import load as load_tuned
@@ -81,6 +83,9 @@ class Engine:
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
         self.trace = self._trace()
         self.cache: Cache = self._layout()(config, self.dtype, self.engine.cache.step)
+        self.replay: Replay | None = None
+        if isinstance(self.cache, ReplayedCache) and isinstance(self.model, FoldedModel):
+            self.replay = Replay(config, self.model, self.cache, self.ops.recorder, cuda.Device())
         self._steps: dict[tuple[int, int, bool], tuple[Callable[[], mx.array], dict]] = {}
         self._layers: dict[tuple[int, int, int], tuple[Callable[..., Any], dict]] = {}
         self.speculator: Speculator | None = None
@@ -92,6 +97,8 @@ class Engine:
     def _layout(self) -> type[Cache]:
         if self.engine.cache.layout == "paged":
             return PagedCache
+        if self.trace == "replay":
+            return ReplayedCache
         folded = self.ops.fusion != "off" and self.trace == "step"
         few = 0 < len(self.config.attention_layers) <= MOST_LAYERS
         return RecentCache if folded and few and self.ops.decode_attention.always("metal") else Cache
@@ -102,7 +109,11 @@ class Engine:
             # MLX compiles for a CPU with g++ at run time; without one a traced step cannot run there.
             if host or (self.device == "cpu" and shutil.which("g++") is None):
                 return "eager"
-            return self.tuned.trace or "step"
+            if self.tuned.trace is not None:
+                return self.tuned.trace
+            return "replay" if self._no_replay() is None else "step"
+        if wanted == "replay" and (reason := self._no_replay()) is not None:
+            raise VariantUnsupported("decode.trace", wanted, reason)
         if host and wanted == "step":
             raise VariantUnsupported(
                 "decode.trace", wanted, f"{', '.join(host)} reads back to the host inside the step; use eager"
@@ -112,6 +123,14 @@ class Engine:
                 "decode.trace", wanted, f"{', '.join(host)} reads back to the host inside a layer; use eager"
             )
         return wanted
+
+    def _no_replay(self) -> str | None:
+        """Why steps cannot be recorded and replayed, or None."""
+        if self.device != "cuda":
+            return "steps are replayed as CUDA graphs; take step"
+        if self.engine.decode.logprobs or self.engine.speculative.drafter != "off":
+            return "log-probabilities and drafts are made outside a recorded step; take step"
+        return unsupported(self.config, self.model, self.engine.cache.layout)
 
     @property
     def _trace_chosen(self) -> str:
@@ -240,7 +259,7 @@ class Engine:
         self.cache.state["token"] = mx.array([first], dtype=mx.uint32)
         ids: list[int] = []
         stamps: list[int] = []
-        pending: deque[mx.array] = deque()
+        pending: deque[mx.array | Pending] = deque()
         keep = self.engine.decode.in_flight if self.engine.decode.feedback == "device" else 1
         for _ in range(count):
             pending.append(self.step())
@@ -264,19 +283,26 @@ class Engine:
         self._all_finite()
         return (ids, stamps) if clock is not None else ids
 
-    def _hand_over(self, pending: deque[mx.array], ids: list[int], stamps: list[int], clock: Any) -> None:
+    def _hand_over(self, pending: deque[mx.array | Pending], ids: list[int], stamps: list[int], clock: Any) -> None:
         ids.append(int(pending.popleft().item()))  # pyright: ignore[reportArgumentType]
         if clock is not None:
             stamps.append(clock())
         self.ops.recorder.record("token_feedback", self.engine.decode.feedback)
         if self.engine.decode.feedback == "host":
-            self.cache.state["token"] = mx.array([ids[-1]], dtype=mx.uint32)
+            self._feed(ids[-1])
 
-    def step(self) -> mx.array:
+    def _feed(self, token: int) -> None:
+        """Make `token` the next to be fed."""
+        if self.replay is not None and self.replay.running:
+            self.replay.feed(token)
+        else:
+            self.cache.state["token"] = mx.array([token], dtype=mx.uint32)
+
+    def step(self) -> mx.array | Pending:
         """Submit one greedy step: feed the token the device holds, leave the next one there.
 
         Returns:
-            The next token, uint32 ``[1]``, still in flight.
+            The next token, uint32 ``[1]``, still in flight; its ``item()`` waits.
         """
         return self._observed(scores=False)
 
@@ -284,17 +310,21 @@ class Engine:
         """Submit one step and return its logits ``[1, vocabulary]`` in flight; the caller sets the next token."""
         return self._observed(scores=True)
 
-    def _observed(self, scores: bool) -> mx.array:
+    def _observed(self, scores: bool) -> Any:
         """A step that the drafter, if there is one, is told of."""
+        if self.replay is not None:
+            return self._advance(scores)
         fed = self.cache.state["token"]
         out = self._advance(scores)
         if self.speculator is not None:
             self.speculator.observe([fed], self.cache.state.get("hidden"))
         return out
 
-    def _advance(self, scores: bool) -> mx.array:
+    def _advance(self, scores: bool) -> Any:
         self.cache.reserve(self.position + 1)
         self.ops.recorder.record("decode_step", self.trace, chosen=self._trace_chosen)
+        if self.replay is not None:
+            return self.replay.step(scores)
         if self.trace == "step":
             out = self._traced_step(scores)
         else:
@@ -477,19 +507,25 @@ class Engine:
                 return
             yield token
 
-    def _draws(self, sampling: Sampling, key: mx.array | None) -> Iterator[tuple[mx.array, mx.array]]:
+    def _draws(self, sampling: Sampling, key: mx.array | None) -> Iterator[tuple[Any, Any]]:
         """Tokens in flight, each with the flag that its logits were finite."""
         state = self.cache.state
         while True:
             if sampling.temperature == 0:
-                yield self.step(), state["finite"]
+                token = self.step()
+                yield token, token.finite if isinstance(token, Pending) else state["finite"]
                 continue
             logits = self.score()
             assert key is not None
             key, now = mx.random.split(key)
-            state["token"] = sample(logits, sampling, now)
-            mx.async_eval(state["token"])
-            yield state["token"], state["finite"]
+            drawn = sample(logits, sampling, now)
+            if self.replay is not None:
+                self._feed(int(drawn.item()))  # pyright: ignore[reportArgumentType]
+                yield drawn, mx.isfinite(logits).all()
+                continue
+            state["token"] = drawn
+            mx.async_eval(drawn)
+            yield drawn, state["finite"]
 
     def logits(self, tokens: Sequence[int], phase: str = "prefill") -> mx.array:
         """Teacher-forced logits float32 ``[len(tokens), vocabulary]``; the cache advances.
@@ -508,7 +544,7 @@ class Engine:
         else:
             at = 0
             while at < len(tokens):
-                self.cache.state["token"] = mx.array([tokens[at]], dtype=mx.uint32)
+                self._feed(tokens[at])
                 rows.append(self.score().astype(mx.float32))
                 at += 1
                 if self.speculator is not None:

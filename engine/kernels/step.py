@@ -43,9 +43,7 @@ def embed_metal(token: mx.array, table: Matrix) -> mx.array:
     return out
 
 
-def keep_metal(
-    k: mx.array, v: mx.array, position: mx.array, room: mx.array, keys: mx.array, values: mx.array
-) -> None:
+def keep_metal(k: mx.array, v: mx.array, position: mx.array, room: mx.array, keys: mx.array, values: mx.array) -> None:
     """Put rows ``[1, kv heads, rows, 256]`` into `keys` and `values` ``[1, kv heads, room, 256]`` at `position`.
 
     position, room: int32, of which the first number counts.

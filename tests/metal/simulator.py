@@ -400,12 +400,14 @@ class Simulator:
         order: of simdgroups: 0 ascending, 1 descending, 2 shuffled anew at every barrier.
         traffic: per launch so far, by buffer name; only if `checked`.
         replace: changes to make in a kernel's generated text before it is compiled.
+        before: what the outputs hold before a launch, for kernels that write into arrays; None: NaN.
     """
 
     checked: bool = False
     order: int = 0
     traffic: list[tuple[Launch, dict[str, Traffic]]] = field(default_factory=list)
     replace: dict[str, str] = field(default_factory=dict)
+    before: Sequence[bytes] | None = None
     _built: dict[str, Built] = field(default_factory=dict)
 
     def prepare(self, calls: Iterable[Launch]) -> None:
@@ -482,6 +484,7 @@ class Simulator:
             elif p.name in call.kernel.outputs:
                 at = call.kernel.outputs.index(p.name)
                 data, kind = b"\xff" * (math.prod(call.shapes[at]) * call.dtypes[at].size), _OUTPUT
+                data = data if self.before is None else self.before[at]
                 outputs.append(len(buffers))
             elif what == "strides":
                 data = np.array(arrays[label][1], np.int64).tobytes()
@@ -521,7 +524,8 @@ def _memory(array: mx.array) -> tuple[bytes, list[int]]:
 
 
 def _read(buffer: _Buffer, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    plain = {mx.bfloat16: np.uint16, mx.float16: np.float16, mx.float32: np.float32, mx.uint32: np.uint32}
+    same = {mx.float16: np.float16, mx.float32: np.float32, mx.uint32: np.uint32, mx.int32: np.int32}
+    plain = {mx.bfloat16: np.uint16} | same
     data = np.frombuffer(ctypes.string_at(buffer.address, buffer.size), plain[dtype]).reshape(shape)
     made = mx.array(data)
     return made.view(mx.bfloat16) if dtype == mx.bfloat16 else made

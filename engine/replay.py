@@ -1,0 +1,481 @@
+"""Decode steps recorded once and replayed: on CUDA the launches of a folded step become one graph.
+
+What a step costs the host is then one call instead of some three hundred nodes that MLX makes, schedules and hands over
+one by one. Kernels are the folded model's own; what differs is who launches them and where they write:
+
+- A step is run once in Python while `loader.recorded` takes its launches down instead of passing them to MLX. Outputs
+  become arrays of their own that are used again in every replay.
+- Keys and values are written where they lie, the recurrent state over itself. The convolution reads the last three
+  rows, which are outputs of the last three steps: `PHASES` = 4 steps are recorded, each with buffers of its own, so
+  that every row is found where the step of that phase left it and none is ever moved.
+- Position and token stay on the device; the host reads tokens from memory that the last kernel writes (`RING`).
+
+MLX does not see any of this. While steps run, the cache's state is away; `ReplayedCache` calls `Replay.settle` before
+anything looks at it, which waits and makes the state MLX's again, in fresh arrays, as a snapshot may hold them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from engine.cache import Cache, Inputs, Rows
+from engine.config import ModelConfig
+from engine.folded import FoldedModel
+from engine.kernels import linear, loader, step
+from engine.kernels.loader import KernelError, Launch
+from engine.ops.registry import Recorder
+
+PHASES = 4
+"""Steps with buffers of their own: the convolution's kernel, of 4 rows."""
+LEAST_ROOM = 512
+"""Positions of the shortest recorded step; longer ones double, so that a long decode records few."""
+MOST_PROGRAMS = 8
+"""Recorded steps kept at once."""
+
+Placed = tuple[Launch, Sequence[int], Sequence[tuple[int, ...]]]
+"""A launch, the addresses of its inputs and outputs, and the strides of its inputs."""
+
+
+class Backend(Protocol):
+    """What replaying takes of a device; `engine.kernels.cuda.Device` has it."""
+
+    def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
+        """Address and strides of evaluated arrays."""
+        ...
+
+    def graph(self, calls: Sequence[Placed]) -> Any:
+        """Launches, one after another, as something to `run`."""
+        ...
+
+    def drop(self, graph: Any) -> None:
+        """Free a graph."""
+        ...
+
+    def run(self, graph: Any) -> Any:
+        """Start a graph behind what runs already; an event for `wait`."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Until what was started has ended."""
+        ...
+
+    def synchronize(self) -> None:
+        """Until everything has ended."""
+        ...
+
+    def copy(self, to: int, from_: int, size: int) -> None:
+        """Bytes between addresses."""
+        ...
+
+    def fill(self, to: int, word: int, count: int) -> None:
+        """32-bit words at an address."""
+        ...
+
+    def host_words(self, count: int) -> tuple[int, Sequence[int]]:
+        """Words that kernels write and the host reads."""
+        ...
+
+
+class ReplayedCache(Cache):
+    """A `Cache` whose state may be away with a `Replay`; whoever asks for it waits until it is back."""
+
+    away: Callable[[], None] | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        if self.away is not None:
+            self.away()
+        return self._state
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        self._state = value
+
+    @property
+    def capacity(self) -> int:
+        keys = self._state["keys"]
+        return keys[0].shape[2] if keys else 1 << 62
+
+    def settle(self) -> None:
+        if self.away is not None:
+            self.away()
+
+    def seek(self, position: int) -> None:
+        self.settle()
+        super().seek(position)
+
+
+class Pending:
+    """A token in flight."""
+
+    def __init__(self, replay: Replay, event: Any, slot: int):
+        self._replay, self._event, self._slot = replay, event, slot
+        replay.unread = {slot: self} | replay.unread
+        self._token: int | None = None
+
+    def item(self) -> int:
+        """The token, once it is there."""
+        if self._token is None:
+            self._replay.backend.wait(self._event)
+            self._token = int(self._replay.ring[self._slot])
+            self._replay.unread.pop(self._slot, None)
+        return self._token
+
+    @property
+    def finite(self) -> Finite:
+        """Whether every logit chosen so far was finite."""
+        return Finite(self)
+
+
+@dataclass(frozen=True)
+class Finite:
+    """A flag in flight, read as MLX's are."""
+
+    token: Pending
+
+    def item(self) -> bool:
+        self.token.item()
+        return self.token._replay.ring[step.RING] != 0
+
+
+@dataclass
+class _Program:
+    """A recorded step: a graph for each phase, and what must stay alive or be found again.
+
+    Attributes:
+        conv: addresses of each layer's rows before phase 0, oldest first, and the rows themselves.
+        logits: of each phase, if they were asked for.
+        tally: what one step counts as executed.
+    """
+
+    graphs: list[Any]
+    conv: list[list[tuple[int, mx.array]]]
+    logits: list[mx.array]
+    tally: dict
+    held: list[Any] = field(default_factory=list)
+
+
+class Replay:
+    """Greedy steps of a `FoldedModel` over a `ReplayedCache`, recorded and replayed.
+
+    Args:
+        model: with everything folded, and weights packed. recorder: counts what runs.
+    """
+
+    def __init__(
+        self, config: ModelConfig, model: FoldedModel, cache: ReplayedCache, recorder: Recorder, backend: Backend
+    ):
+        self.config, self.model, self.cache, self.recorder, self.backend = config, model, cache, recorder, backend
+        c = config
+        state = (1, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim)
+        self.states = [mx.zeros(state, mx.float32) for _ in c.linear_layers]
+        self.position = mx.zeros((4,), mx.int32)
+        self.token = mx.zeros((4,), mx.uint32)
+        mx.eval(self.states, self.position, self.token)
+        # One word more than the ring: the flag that all logits were finite.
+        self._ring_at, self.ring = backend.host_words(step.RING + 1)
+        self._at = self._addresses([self.position, self.token, *self.states])
+        self._programs: dict[tuple, _Program] = {}
+        self._settled: list[mx.array] = []
+        self._running: tuple[tuple, _Program] | None = None
+        self._phase = 0
+        self.unread: dict[int, Pending] = {}
+
+    def _addresses(self, arrays: Sequence[mx.array]) -> list[int]:
+        return [address for address, _ in self.backend.addresses(arrays)]
+
+    # -- steps -----------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether the cache's state is here."""
+        return self._running is not None
+
+    def feed(self, token: int) -> None:
+        """Make `token` the next to be fed, instead of what the last step chose."""
+        self.backend.fill(self._at[1], token, 4)
+
+    def step(self, scores: bool = False) -> Pending | mx.array:
+        """Submit one step from the cache's token; with `scores` wait for it and return its logits ``[1, vocabulary]``."""
+        room = min(LEAST_ROOM, self.cache.capacity)
+        while room < self.cache.position + 1:
+            room = min(2 * room, self.cache.capacity)
+        if self._running is not None and self._running[0][:2] != (room, scores):
+            self.settle()
+        if self._running is None:
+            self._begin(room, scores)
+        assert self._running is not None
+        _, program = self._running
+        slot = self.cache.position % step.RING
+        if slot in self.unread:
+            # The host is a whole ring behind: what it has not read would be written over.
+            self.unread[slot].item()
+        event = self.backend.run(program.graphs[self._phase])
+        self.recorder.replay(program.tally)
+        self.cache.position += 1
+        pending = Pending(self, event, slot)
+        if scores:
+            pending.item()
+            logits = program.logits[self._phase] * 1
+            mx.eval(logits)
+        self._phase = (self._phase + 1) % PHASES
+        return logits.squeeze(0) if scores else pending
+
+    def _begin(self, room: int, scores: bool) -> None:
+        """Take over the cache's state."""
+        s, cache = self.cache.state, self.cache
+        mx.eval(cache.arrays())
+        mx.synchronize()
+        stored = [*s["keys"], *s["values"]]
+        where = tuple(self._addresses(stored))
+        key = (room, scores, cache.capacity, where)
+        if key not in self._programs:
+            while len(self._programs) >= MOST_PROGRAMS:
+                for graph in self._programs.pop(next(iter(self._programs))).graphs:
+                    self.backend.drop(graph)
+            self._programs[key] = self._record(room, scores, where)
+        program = self._programs[key]
+        # Only what is not there already: after a settled step the same arrays often come back.
+        known = {id(array) for array in self._settled}
+        moved = [(to, array) for to, array in zip(self._at[2:], s["recurrent"]) if id(array) not in known]
+        for rows, placed in zip(s["conv"], program.conv):
+            moved += [(to, row) for (to, _), row in zip(placed, rows)]
+        for (to, array), from_ in zip(moved, self._addresses([array for _, array in moved])):
+            self.backend.copy(to, from_, array.nbytes)
+        self.backend.fill(self._at[0], cache.position, 4)
+        self.backend.fill(self._at[1], int(s["token"].item()), 4)
+        self.ring[step.RING] = int(s["finite"].item())  # type: ignore[index]
+        # The copies read arrays that the cache may let go.
+        self.backend.synchronize()
+        self._phase, self._running = 0, (key, program)
+        cache.away = self.settle
+
+    def settle(self) -> None:
+        """Wait for all steps and give the state back to the cache."""
+        if self._running is None:
+            return
+        self.backend.synchronize()
+        for pending in list(self.unread.values()):
+            pending.item()
+        (_, program), self._running = self._running, None
+        self.cache.away = None
+        s, last = self.cache.state, (self.cache.position - 1) % step.RING
+        # Rows before phase 0 are, in order, those that the phases 1 to 3 left; a later phase finds them further on.
+        rows = [self._rows(placed, program) for placed in program.conv]
+        s["recurrent"] = [state * 1 for state in self.states]
+        s["conv"] = [[row * 1 for row in three] for three in rows]
+        s["token"] = mx.array([self.ring[last]], dtype=mx.uint32)
+        s["finite"] = mx.array([self.ring[step.RING] != 0])
+        self.cache.seek(self.cache.position)
+        mx.eval(s["recurrent"], s["conv"])
+        self._settled = list(s["recurrent"])
+
+    def _rows(self, placed: list[tuple[int, mx.array]], program: _Program) -> list[mx.array]:
+        """A layer's last three rows, oldest first: those of the three phases before the one that comes next."""
+        by_phase = {1: placed[0][1], 2: placed[1][1], 3: placed[2][1], 0: placed[3][1]}
+        return [by_phase[(self._phase + before) % PHASES] for before in (-3, -2, -1)]
+
+    # -- recording -------------------------------------------------------------------------
+
+    def _record(self, room: int, scores: bool, where: tuple[int, ...]) -> _Program:
+        """A step of `room` positions for every phase."""
+        c, s = self.config, self.cache.state
+        taken = _Taken()
+        full = mx.array([self.cache.capacity] * 4, dtype=mx.int32)
+        ring = mx.zeros((step.RING,), mx.uint32)
+        flag = mx.zeros((4,), mx.uint32)
+        # Stand-ins, never evaluated: what they stand for is told below.
+        conv = [[mx.zeros((1, 1, c.conv_dim), self.cache.dtype) for _ in range(PHASES - 1)] for _ in c.linear_layers]
+        before, left, logits = [list(rows) for rows in conv], [], []
+        with loader.recorded(taken.launch):
+            for _ in range(PHASES):
+                tally = self.recorder.capture()
+                try:
+                    view = _View(self, taken, conv, room, full)
+                    h = self.model(self.token[:1], view)
+                    w = self.model.weights
+                    given = (h, w.norm, c.rms_norm_eps, w.lm_head, self.model.vocabulary)
+                    self.recorder.record("head", "metal", "folded")
+                    tokens, best, *all_logits = linear.head_metal(*given, logits=scores)
+                    step.settle_metal(tokens.squeeze(0), best.squeeze(0), (self.token, self.position, flag, ring))
+                finally:
+                    self.recorder.release()
+                taken.cut()
+                logits += all_logits
+                left.append([rows[-1] for rows in conv])
+        # Row j before phase 0 is what phase j + 1 of the last round left; phase 0's own follows them.
+        stands = dict(taken.stands)
+        for layer, three in enumerate(before):
+            for j, row in enumerate(three):
+                stands[id(row)] = left[j + 1][layer]
+        places = _Places(self.backend, stands)
+        places.known[id(ring)] = self._ring_at, (1,)
+        places.known[id(flag)] = self._ring_at + 4 * step.RING, (1,)
+        for array, address in zip([*s["keys"], *s["values"]], where):
+            places.known[id(array)] = address, ()
+        recorded = [self.position, self.token, full, *self.states, *s["keys"], *s["values"]]
+        places.allow([*recorded, *taken.outputs, *_arrays_of(self.model.weights)])
+        graphs = [self.backend.graph(places.of(calls)) for calls in taken.phases]
+        rows = [[left[phase][layer] for phase in (1, 2, 3, 0)] for layer in range(len(before))]
+        flat = places.addresses([row for four in rows for row in four])
+        placed = [[(flat[4 * i + j], row) for j, row in enumerate(four)] for i, four in enumerate(rows)]
+        # Not the views of the cache: MLX writes in place only where nothing else holds an array.
+        return _Program(graphs, placed, logits, dict(tally), [taken.outputs, full, conv])
+
+
+def _room(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """An array to be written, in device memory however small."""
+    size = math.prod(shape)
+    if size * dtype.size > 8:
+        return mx.zeros(shape, dtype)
+    return mx.zeros((16 // dtype.size,), dtype)[:size].reshape(shape)
+
+
+def _arrays_of(value: Any) -> Iterator[mx.array]:
+    """Every array in dataclasses, sequences and dicts."""
+    if isinstance(value, mx.array):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for f in dataclasses.fields(value):
+            yield from _arrays_of(getattr(value, f.name))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _arrays_of(part)
+
+
+class _Taken:
+    """Launches taken down, with the arrays they leave."""
+
+    def __init__(self) -> None:
+        self.phases: list[list[tuple[Launch, list[mx.array]]]] = []
+        self.outputs: list[mx.array] = []
+        self.stands: dict[int, mx.array] = {}
+        self._now: list[tuple[Launch, list[mx.array]]] = []
+
+    def launch(self, call: Launch) -> list[mx.array]:
+        """Take a launch down; what it leaves are arrays to be, or those it writes into."""
+        if call.into is not None:
+            made = list(call.into)
+        else:
+            made = [_room(shape, dtype) for shape, dtype in zip(call.shapes, call.dtypes)]
+            self.outputs += made
+        self._now.append((call, made))
+        return made
+
+    def stand(self, made: mx.array, for_: mx.array) -> None:
+        """A launch's output `made` is written to `for_` instead."""
+        self.stands[id(made)] = for_
+        self.outputs = [array for array in self.outputs if array is not made]
+
+    def cut(self) -> None:
+        """End a phase."""
+        self.phases.append(self._now)
+        self._now = []
+
+
+class _Places:
+    """Where the arrays of recorded launches lie."""
+
+    def __init__(self, backend: Backend, stands: dict[int, mx.array]):
+        self._backend, self._stands = backend, stands
+        self.known: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # An array that dies may leave its id to another.
+        self._alive: list[mx.array] = []
+        self._ranges: list[tuple[int, int]] = []
+
+    def allow(self, arrays: Sequence[mx.array]) -> None:
+        """What launches may read: what else they are given was computed by MLX, once, and would never change."""
+        starts = self.addresses(arrays)
+        self._ranges = sorted((start, start + array.nbytes) for start, array in zip(starts, arrays))
+
+    def _check(self, call: Launch, addresses: Sequence[int]) -> None:
+        for name, address in zip(call.kernel.inputs, addresses):
+            at = bisect.bisect_right(self._ranges, (address, 1 << 64)) - 1
+            # Ranges may overlap: a longer one may begin further back.
+            if not any(start <= address < end for start, end in self._ranges[max(at - 8, 0) : at + 1]):
+                raise KernelError(
+                    f"{call.kernel.name}: input {name} comes from an operation that is no recorded launch"
+                )
+
+    def of(self, calls: Sequence[tuple[Launch, list[mx.array]]]) -> list[Placed]:
+        """Launches with addresses."""
+        every = [array for call, made in calls for array in (*call.inputs, *made)]
+        self._look(every)
+        placed = []
+        for call, made in calls:
+            inputs = [self._known(array) for array in call.inputs]
+            outputs = [self._known(array)[0] for array in made]
+            self._check(call, [address for address, _ in inputs])
+            strides = [steps or _dense(array.shape) for (_, steps), array in zip(inputs, call.inputs)]
+            placed.append((call, [*(address for address, _ in inputs), *outputs], strides))
+        return placed
+
+    def addresses(self, arrays: Sequence[mx.array]) -> list[int]:
+        """Where arrays lie."""
+        self._look(arrays)
+        return [self._known(array)[0] for array in arrays]
+
+    def _known(self, array: mx.array) -> tuple[int, tuple[int, ...]]:
+        return self.known[id(self._stands.get(id(array), array))]
+
+    def _look(self, arrays: Sequence[mx.array]) -> None:
+        resolved = {id(a): a for a in (self._stands.get(id(array), array) for array in arrays)}
+        new = [array for key, array in resolved.items() if key not in self.known]
+        mx.eval(new)
+        for array, place in zip(new, self._backend.addresses(new)):
+            self.known[id(array)] = place
+        self._alive += new
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    steps, size = [], 1
+    for extent in reversed(shape):
+        steps.append(size)
+        size *= extent
+    return tuple(reversed(steps))
+
+
+class _View:
+    """How a recorded step reads and writes the cache: as `engine.cache.TracedView`, in place."""
+
+    def __init__(self, replay: Replay, taken: _Taken, conv: list[list[mx.array]], room: int, capacity: mx.array):
+        self._replay, self._taken, self._conv, self._room, self._capacity = replay, taken, conv, room, capacity
+        self._position = replay.position
+        self.offset = self.position = replay.position[:1]
+
+    def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[Rows, Rows]:
+        """Put new rows into the cache; keys and values to attend over."""
+        s, i = self._replay.cache.state, self._replay.cache.attention_index[layer]
+        keys, values = s["keys"][i], s["values"][i]
+        step.keep_metal(k, v, self._position, self._capacity, keys, values)
+        return keys[..., : self._room, :], values[..., : self._room, :]
+
+    def recur(self, layer: int, inputs: Inputs, core: Callable[..., Any]) -> mx.array:
+        """Run a layer's recurrence over its state, in place."""
+        i = self._replay.cache.linear_index[layer]
+        out, self._conv[i], new = core(inputs, self._conv[i], self._replay.states[i])
+        self._taken.stand(new, self._replay.states[i])
+        return out
+
+
+def unsupported(config: ModelConfig, model: Any, cache_layout: str) -> str | None:
+    """Why steps of a model cannot be recorded, or None.
+
+    Raises nothing; what only recording finds out is a `KernelError` there.
+    """
+    if not isinstance(model, FoldedModel) or not model.whole:
+        return "only launches of our own kernels are recorded; take decode.fusion=full"
+    if not model.ops.decode_attention.always("metal"):
+        return "only launches of our own kernels are recorded; take decode_attention=metal"
+    if cache_layout != "contiguous":
+        return "a recorded step reads a contiguous cache"
+    if config.linear_conv_kernel_dim != PHASES:
+        return f"it is made for a convolution of {PHASES} rows"
+    return None

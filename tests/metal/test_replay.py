@@ -1,0 +1,200 @@
+"""Recorded and replayed steps, with the simulator in the place of CUDA: the same tokens, states and restore points."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import simulator
+from simulator import Simulator
+
+from engine.config import DecodeConfig, EngineConfig
+from engine.folded import FoldedModel
+from engine.generate import Engine
+from engine.kernels import loader, step
+from engine.kernels.loader import KernelError, Launch
+from engine.ops import bind, relative_rms
+from engine.replay import Replay, ReplayedCache
+from engine.synthetic import make_weights, tiny_config
+from engine.weights import Matrix
+
+pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
+
+TINY = dataclasses.replace(tiny_config(4), num_hidden_layers=4)
+IDS = np.random.default_rng(3).integers(0, 440, 40).tolist()
+VOCABULARY = 453
+
+
+class Memory:
+    """A device that is this process's own memory; launches run one by one on the simulator when a graph is run."""
+
+    def __init__(self) -> None:
+        self.simulator = Simulator()
+        self.runs = self.graphs = 0
+
+    def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
+        mx.eval(list(arrays))
+        views = [np.array(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a, copy=False) for a in arrays]
+        return [(v.ctypes.data, tuple(s // v.itemsize for s in v.strides)) for v in views]
+
+    def graph(self, calls: Sequence[Any]) -> list[Any]:
+        self.graphs += 1
+        # Shapes and types stay, arrays go: a cache that something holds is not written in place by a prefill.
+        return [(_shapes_only(call), addresses, strides) for call, addresses, strides in calls]
+
+    def drop(self, graph: Any) -> None:
+        self.graphs -= 1
+
+    def run(self, graph: Any) -> object:
+        self.runs += 1
+        for call, addresses, strides in graph:
+            inputs = [_seen(at, array, steps) for at, array, steps in zip(addresses, call.inputs, strides)]
+            there = addresses[len(inputs) :]
+            sizes = [int(np.prod(shape)) * dtype.size for shape, dtype in zip(call.shapes, call.dtypes)]
+            self.simulator.before = [ctypes.string_at(at, size) for at, size in zip(there, sizes)]
+            made = self.simulator.launch(dataclasses.replace(call, inputs=inputs))
+            for at, array in zip(there, made):
+                plain = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+                ctypes.memmove(at, plain.tobytes(), plain.nbytes)
+        return object()
+
+    def wait(self, event: object) -> None:
+        pass
+
+    synchronize = lambda self: None  # noqa: E731
+
+    def copy(self, to: int, from_: int, size: int) -> None:
+        ctypes.memmove(to, from_, size)
+
+    def fill(self, to: int, word: int, count: int) -> None:
+        ctypes.memmove(to, np.full(count, word, np.uint32).tobytes(), 4 * count)
+
+    def host_words(self, count: int) -> tuple[int, Sequence[int]]:
+        self.words = (ctypes.c_uint32 * count)()
+        return ctypes.addressof(self.words), self.words
+
+
+def _shapes_only(call: Launch) -> Launch:
+    return dataclasses.replace(call, inputs=[mx.zeros(array.shape, array.dtype) for array in call.inputs], into=None)
+
+
+def _seen(address: int, like: mx.array, strides: Sequence[int]) -> mx.array:
+    """The array at an address, as the kernel would see it."""
+    span = sum((n - 1) * s for n, s in zip(like.shape, strides)) + 1
+    kind = {4: np.uint32, 2: np.uint16}[like.dtype.size]
+    flat = np.frombuffer(ctypes.string_at(address, span * like.dtype.size), kind)
+    return mx.as_strided(mx.array(flat).view(like.dtype), like.shape, strides)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return make_weights(TINY, 0, dtype=mx.float32)
+
+
+def engines(weights) -> tuple[Engine, Engine, Memory]:
+    """An engine of separate ops, and one that replays."""
+    config = EngineConfig(decode=DecodeConfig(trace="eager"))
+    plain, made = (Engine(TINY, weights, config, vocabulary=VOCABULARY) for _ in "ab")
+    folded = EngineConfig(decode=DecodeConfig(fusion="full"))
+    folded.decode_attention.variant = "metal"
+    # Prefill stays as a CPU has it.
+    ours = bind(folded, "cuda")
+    made.ops = dataclasses.replace(made.ops, fusion="full", decode_attention=ours.decode_attention, head=ours.head)
+    made.ops.decode_attention.recorder.__dict__.update(made.ops.recorder.__dict__)
+    made.model, memory = FoldedModel(TINY, weights, made.ops, VOCABULARY), Memory()
+    made.cache, made.trace = ReplayedCache(TINY, made.dtype, 256), "replay"
+    made.replay = Replay(TINY, made.model, made.cache, made.ops.recorder, memory)
+    return plain, made, memory
+
+
+def test_replayed_tokens_and_state_are_those_of_separate_ops(weights):
+    plain, made, memory = engines(weights)
+    first = plain.prefill(IDS)
+    assert made.prefill(IDS) == first and memory.runs == 0, "a long pass is not replayed"
+    assert made.decode(first, 6) == plain.decode(first, 6)
+    assert memory.runs == 6 and memory.graphs == 4, "one graph a phase, recorded once"
+    for name, want in plain.export_state().items():
+        assert relative_rms(made.export_state()[name], want) <= 2e-5, name
+    assert made.position == plain.position == 46
+    assert made.cache.state["position"].tolist() == [46] * 4
+    # From any phase on, and after a stretch that MLX prefills.
+    for engine in (plain, made):
+        engine.prefill(IDS[:9])
+    assert made.decode(7, 5) == plain.decode(7, 5) and memory.graphs == 4
+
+
+def test_restore_points_growth_and_scores(weights):
+    """A restore point is not touched by later steps; a longer cache is recorded anew; scores take forced tokens."""
+    plain, made, memory = engines(weights)
+    first = plain.prefill(IDS)
+    made.prefill(IDS)
+    point, expected = made.snapshot(), plain.snapshot()
+    tokens = made.decode(first, 3)
+    made.restore(point)
+    plain.restore(expected)
+    assert made.decode(first, 3) == tokens == plain.decode(first, 3)
+    forced = [5, 9, 300]
+    assert relative_rms(made.logits(forced, "decode"), plain.logits(forced, "decode")) <= 2e-5
+    assert memory.graphs == 8, "with logits a step is another one"
+    for engine in (plain, made):
+        engine.cache.reserve(700)
+    assert made.decode(11, 3) == plain.decode(11, 3)
+    assert memory.graphs == 12
+    assert list(made.generate(IDS[:12], 4)) == list(plain.generate(IDS[:12], 4))
+
+
+def test_the_host_may_fall_behind(weights):
+    """Tokens are read from a ring; a step that would write over one that was not read waits for it to be."""
+    plain, made, _ = engines(weights)
+    made.prefill(IDS)
+    made.cache.state["token"] = mx.array([3], mx.uint32)
+    pending = [made.step() for _ in range(step.RING + 6)]
+    tokens = [token.item() for token in pending]
+    plain.prefill(IDS)
+    assert tokens[-8:] == plain.decode(3, step.RING + 6)[-8:]
+
+
+def test_a_logit_that_is_not_finite_is_told(weights):
+    _, made, _ = engines(weights)
+    first = made.prefill(IDS)
+    broken = made.cache.state["recurrent"][0]
+    made.cache.state["recurrent"][0] = broken * float("nan")
+    with pytest.raises(RuntimeError, match="not finite"):
+        made.decode(first, 2)
+    assert made.position == 0
+
+
+def test_what_mlx_computed_in_between_is_refused(weights):
+    """It would be computed once, while recording, and never again."""
+    _, made, _ = engines(weights)
+    made.prefill(IDS)
+    embed = made.model.embed
+    made.model.embed = lambda ids: embed(ids) + 0.0
+    with pytest.raises(KernelError, match="no recorded launch"):
+        made.decode(3, 1)
+
+
+def test_kernels_that_write_into_arrays_need_a_recorder():
+    four = mx.zeros((4,), mx.uint32)
+    with pytest.raises(KernelError, match="there already"):
+        step.settle_metal(four[:1], mx.zeros((1,)), (four, mx.zeros((4,), mx.int32), four, mx.zeros((64,), mx.uint32)))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_rows_of_the_embedding(bits, dtype, monkeypatch):
+    checked = Simulator(checked=True)
+    monkeypatch.setattr(loader, "launch", checked.launch)
+    table = mx.random.normal((9, 576), key=mx.random.key(bits)).astype(dtype)
+    packed = Matrix(*mx.quantize(table, group_size=64, bits=bits), bits, 64)
+    ids = mx.array([8, 0, 3], mx.uint32)
+    exact = (packed.weight[ids], packed.scales[ids].astype(mx.float32), packed.biases[ids].astype(mx.float32))
+    want = mx.dequantize(*exact, group_size=64, bits=bits)
+    assert relative_rms(step.embed_metal(ids, packed), want[None]) <= {4: 1e-6, 2: 4e-3}[dtype.size]
+    ((_, traffic),) = checked.traffic
+    assert traffic["weight"].loaded == 3 * 576 * bits // 8 * (8 // (32 // bits) if bits == 4 else 4)
