@@ -122,10 +122,13 @@ def tune(overrides: Sequence[str], clock: Clock | None = None) -> int:
     if odd := sorted(given - {*KEYS}):
         raise UsageError(f"tune does not take {odd[0]}=; it takes {', '.join(KEYS)}")
     kind = device_kind()
-    if "model" not in given:
-        overrides = [f"model={'tiny' if kind == 'cpu' else 'synthetic-35b'}", *overrides]
-    request = compose.request(overrides)
-    model = models.find(request)
+    # The real weights where they are, else random ones of their shapes.
+    names = [] if "model" in given else ["tiny"] if kind == "cpu" else ["qwen3.6-35b", "synthetic-35b"]
+    for words in [[f"model={name}", *overrides] for name in names] or [overrides]:
+        request = compose.request(words)
+        model = models.find(request)
+        if not model.missing:
+            break
     if model.missing:
         raise UsageError(model.missing)
     budget = request.budget_seconds if "budget" in given else BUDGET[kind]
@@ -547,6 +550,7 @@ class Tuner:
         )
         return {
             "name": self.name,
+            "layers": self.config.num_hidden_layers,
             "mlx": files.mlx_version(),
             "dtype": str(self.dtype).rpartition(".")[2],
             "versions": self.versions,
