@@ -34,6 +34,7 @@ from engine.device import activation_dtype, device_info, device_kind
 from engine.generate import Engine
 from engine.ops import VariantUnsupported
 from engine.ops.bind import BoundOp
+from engine.ops.choice import Tuned
 from engine.tiny import CHECKPOINT
 from sweeps import environment
 from sweeps.launches import VIEWS, counted, written
@@ -54,7 +55,9 @@ def counts(presets: Sequence[str] = ("full", "plain")) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name in presets:
         try:
-            made[name] = _of(Engine(loaded.config, loaded.weights, _chunked(name), dtype=activation_dtype()))
+            # Untuned: the counts are to be the same wherever they are taken.
+            engine = Engine(loaded.config, loaded.weights, _chunked(name), dtype=activation_dtype(), tuned=Tuned())
+            made[name] = _of(engine)
         except VariantUnsupported as error:
             made[name] = {"unsupported": str(error)}
     machine = environment.machine()

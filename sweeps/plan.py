@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from engine import tuned
 from engine.config import EngineConfig
 from sweeps import toggles
 from sweeps.compose import Request, UsageError
@@ -132,7 +133,14 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
     plan = _Planner(request, model, arms, chunk, forecast)
     points = plan.points()
     dropped = plan.fit(points)
-    identity = {"request": _identity(request), "model": model.fingerprint(), "arms": [arm.hash for arm in arms]}
+    identity: dict[str, Any] = {
+        "request": _identity(request),
+        "model": model.fingerprint(),
+        "arms": [arm.hash for arm in arms],
+    }
+    if measured := tuned.digest():
+        # What `best` is has changed with it: rows of before and after belong to two runs.
+        identity["tuned"] = measured
     config_hash = _digest(identity)
     run_dir, run_id = _run_folder(request, model, config_hash)
     job = Job(

@@ -22,6 +22,7 @@ from engine.ops import OPS, bind
 from engine.ops.choice import Choice, Tuned, nearest
 from engine.speculative import GUESSED
 from engine.synthetic import make_weights, tiny_config
+from sweeps import compose, forecast, models, plan
 from sweeps.bench import Bench, Timing, winner
 from sweeps.clock import ManualClock, SystemClock
 from sweeps.compose import UsageError
@@ -412,6 +413,17 @@ def test_costs_of_several_rows_are_read_and_guessed_without_a_file(weights):
     read = Engine(CONFIG, weights, config, dtype=mx.float32, tuned=Tuned(costs=costs))
     assert read.speculator is not None and read.speculator.costs.rows == (1, *range(2, 9))
     assert (read.speculation() or {})["costs"] == "tuned"
+
+
+def test_a_run_begun_before_tuning_is_not_gone_on_with_after_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = compose.request(["model=tiny", "subject=none"])
+    model, machine = models.find(request), forecast.this_machine()
+    before = plan.make(request, model, machine).job.run_id.rpartition("-")[2]
+    assert plan.make(request, model, machine).job.run_id.rpartition("-")[2] == before
+    monkeypatch.setattr(files, "USER", tmp_path)
+    written(tmp_path / f"{files.chip()}.json", "key")
+    assert plan.make(request, model, machine).job.run_id.rpartition("-")[2] != before
 
 
 def test_the_nearest_point_speaks():
