@@ -203,7 +203,7 @@ class Replay:
         self.backend.fill(self._at[1], token, 4)
 
     def step(self, scores: bool = False) -> Pending | mx.array:
-        """Submit one step from the cache's token; with `scores` wait for it and return its logits ``[1, vocabulary]``."""
+        """Submit one step from the cache's token; with `scores` wait and return its logits ``[1, vocabulary]``."""
         room = min(LEAST_ROOM, self.cache.capacity)
         while room < self.cache.position + 1:
             room = min(2 * room, self.cache.capacity)
@@ -299,7 +299,7 @@ class Replay:
                 tally = self.recorder.capture()
                 try:
                     view = _View(self, taken, conv, room, full)
-                    h = self.model(self.token[:1], view)
+                    h = self.model(self.token[:1], view)  # pyright: ignore[reportArgumentType]
                     w = self.model.weights
                     given = (h, w.norm, c.rms_norm_eps, w.lm_head, self.model.vocabulary)
                     self.recorder.record("head", "metal", "folded")
@@ -400,9 +400,7 @@ class _Places:
             at = bisect.bisect_right(self._ranges, (address, 1 << 64)) - 1
             # Ranges may overlap: a longer one may begin further back.
             if not any(start <= address < end for start, end in self._ranges[max(at - 8, 0) : at + 1]):
-                raise KernelError(
-                    f"{call.kernel.name}: input {name} comes from an operation that is no recorded launch"
-                )
+                raise KernelError(f"{call.kernel.name}: {name} comes from an operation that is no recorded launch")
 
     def of(self, calls: Sequence[tuple[Launch, list[mx.array]]]) -> list[Placed]:
         """Launches with addresses."""

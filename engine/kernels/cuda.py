@@ -38,7 +38,8 @@ typedef int int32_t;
 typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
-template <typename N> struct Axes {{ N of[{MAX_NDIM}]; __device__ N operator[](int axis) const {{ return of[axis]; }} }};
+template <typename N>
+struct Axes {{ N of[{MAX_NDIM}]; __device__ N operator[](int axis) const {{ return of[axis]; }} }};
 using Shape = Axes<int>;
 using Strides = Axes<long long>;
 """

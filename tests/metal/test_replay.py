@@ -148,8 +148,9 @@ def test_restore_points_growth_and_scores(weights):
     assert list(made.generate(IDS[:12], 4)) == list(plain.generate(IDS[:12], 4))
 
 
-def test_the_host_may_fall_behind(weights):
+def test_the_host_may_fall_behind(weights, monkeypatch):
     """Tokens are read from a ring; a step that would write over one that was not read waits for it to be."""
+    monkeypatch.setattr(step, "RING", 8)
     plain, made, _ = engines(weights)
     made.prefill(IDS)
     made.cache.state["token"] = mx.array([3], mx.uint32)
