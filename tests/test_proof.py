@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from engine import proof, tuned
 from engine.config import CacheConfig, DecodeConfig, EngineConfig
 from engine.kernels import loader
 from engine.kernels.loader import Launch
-from engine.ops import VariantUnsupported, bind
+from engine.ops import OPS, VariantUnsupported, bind
 from engine.ops.choice import Choice, Tuned
 
 MESSAGE = "program_source:12: error: use of undeclared identifier 'simd_summ'"
@@ -47,6 +48,22 @@ def test_what_computes_wrong_is_refused_with_its_error(monkeypatch):
     for part, name in (("decode_attention", "metal"), ("unit", "rotary"), ("unit", "recent")):
         reason = proof.refusal(part, name)
         assert reason is not None and "exceeds" in reason
+
+
+def test_every_instance_of_a_kernel_is_tried_on_metal(monkeypatch):
+    """One of several instances that fails is enough, and is named."""
+    op = OPS["decode_attention"]
+    right = op.reference.run
+
+    def run(*given, lanes="coalesced", **settings):
+        if lanes == "tiles":
+            raise RuntimeError(MESSAGE)
+        return right(*given)
+
+    variant = dataclasses.replace(op.variants["metal"], run=run)
+    monkeypatch.setitem(OPS, "decode_attention", dataclasses.replace(op, variants={**op.variants, "metal": variant}))
+    reason = proof.refusal("decode_attention", "metal")
+    assert reason is not None and "'lanes': 'tiles'" in reason and MESSAGE in reason
 
 
 def test_the_rest_still_run(monkeypatch):

@@ -10,9 +10,9 @@ import pytest
 import simulator
 from simulator import Simulator
 
-from engine import generate
-from engine.cache import RecentCache
-from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
+from engine import generate, proof
+from engine.cache import PagedCache, RecentCache
+from engine.config import CacheConfig, DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.folded import FoldedModel
 from engine.generate import Engine
 from engine.kernels import loader
@@ -171,3 +171,22 @@ def test_a_step_writes_its_rows_in_one_launch(weights, monkeypatch):
     folded.decode(1, 1)
     assert seen.count("recent_decode_update") == 1
     assert [id(array) for array in folded.cache.state["keys"]] == keys
+
+
+def test_a_folded_step_reads_pages(weights, monkeypatch):
+    """Its rows go into their pages one scatter at a time."""
+    plain, folded = traced(weights, monkeypatch, room=8, cache=CacheConfig(layout="paged"))
+    made = []
+    for engine in (plain, folded):
+        engine.cache.reserve(256)
+        engine.prefill(IDS)
+        engine.cache.seek(254)
+        made.append(engine.decode(1, 4))
+    assert made[0] == made[1] and type(folded.cache) is PagedCache
+    assert folded.ops.decode_attention.decode.name == "metal"
+
+
+@pytest.mark.parametrize("unit", ["rotary", "recent"])
+def test_kernels_of_no_single_op_pass_their_self_test(unit, monkeypatch):
+    monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)
+    assert proof.UNITS[unit]() < 1e-4
