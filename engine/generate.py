@@ -109,8 +109,11 @@ class Engine:
             # MLX compiles for a CPU with g++ at run time; without one a traced step cannot run there.
             if host or (self.device == "cpu" and shutil.which("g++") is None):
                 return "eager"
-            if self.tuned.trace is not None:
-                return self.tuned.trace
+            measured = self.tuned.trace
+            # Timed together with the fusion: one says nothing without the other.
+            if measured is not None and self.ops.fusion == (self.tuned.fusion or "off"):
+                if measured != "replay" or self._no_replay() is None:
+                    return measured
             return "replay" if self._no_replay() is None else "step"
         if wanted == "replay" and (reason := self._no_replay()) is not None:
             raise VariantUnsupported("decode.trace", wanted, reason)

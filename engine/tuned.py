@@ -97,7 +97,8 @@ def identity(name: str) -> str:
     Of the step: of every op, of every kernel, and of the forward passes. Comment lines and empty ones do not count.
     """
     if name == STEP:
-        files = {_ENGINE / "model.py", _ENGINE / "folded.py", *(_ENGINE / "kernels").glob("*.*")}
+        passes = ("model.py", "folded.py", "replay.py")
+        files = {*(_ENGINE / name for name in passes), *(_ENGINE / "kernels").glob("*.*")}
         parts = [identity(op) for op in OPS]
     else:
         files, parts = set().union(*map(_sources, _modules(OPS[name]))), []

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import engine as _engine  # noqa: F401  (chooses the BLAS before MLX loads)
 
@@ -33,6 +33,7 @@ from engine.device import activation_dtype, device_kind
 from engine.folded import TILES
 from engine.generate import Engine
 from engine.ops import OPS, Op, Variant, relative_rms
+from engine.ops.bind import FOLDED as FUSED
 from engine.ops.choice import Tuned
 from engine.ops.registry import DECODE_ROWS, Phase
 from engine.ops.route import Routing
@@ -75,7 +76,12 @@ BASE_BEHIND = 30.0
 
 PROMPT, STEPS = 256, {"cpu": 4, "metal": 16, "cuda": 16}
 """Tokens in the cache of a timed step, and steps of a window."""
-FUSIONS = (("off", "step"), ("off", "eager"), ("off", "layer"), ("partial", "step"), ("full", "step"))
+TRACES = tuple(name for name in get_args(get_type_hints(DecodeConfig)["trace"]) if name != "best")
+FUSIONS = (
+    ("off", "step"),
+    *(("off", trace) for trace in TRACES if trace != "step"),
+    *((fusion, trace) for fusion in FUSED for trace in TRACES if trace not in ("eager", "layer")),
+)
 """(fusion, trace) of whole steps; the first stands in place without a file."""
 STEP, COSTS, RULE = "step", "costs", "its own rule"
 FOLDED = tuple(f"step.{kernel}" for kernel in TILES)
@@ -493,7 +499,6 @@ class Tuner:
 
     def _costs(self, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
         chosen = self.tuned(known)
-        how: dict[str, Any] = {"fusion": chosen.fusion or FUSIONS[0][0], "trace": chosen.trace or FUSIONS[0][1]}
         drafting = SpeculativeConfig(drafter="ngram", depth=DECODE_ROWS - 1)
         contenders: dict[str, Contender] = {}
 
@@ -501,7 +506,10 @@ class Tuner:
             contenders[label] = Contender(label, {"what": label}, work)
 
         try:
+            how: dict[str, Any] = {"fusion": chosen.fusion or FUSIONS[0][0], "trace": chosen.trace or FUSIONS[0][1]}
             engine = self._engine(known, **how)
+            # Drafts are verified by no other trace.
+            how["trace"] = how["trace"] if how["trace"] in ("eager", "layer") else "step"
             replay, states = (
                 self._engine(known, dataclasses.replace(drafting, rollback=way), **how) for way in ("replay", "states")
             )

@@ -206,8 +206,10 @@ def test_steps_are_chosen_like_ops(weights, clock, tmp_path):
     assert step(off=100.0, full=99.0)["fusion"] == "off"
     told = Tuned(fusion="full")
     assert bind(EngineConfig(), "metal", told).fusion == "full"
-    # On a CPU, and beside an op that was named, fusion has no place.
+    # On a CPU, and beside an op that was named, fusion has no place, and a trace that was timed with it none either.
     assert bind(EngineConfig(), "cpu", told).fusion == bind(EngineConfig(linear="mlx"), "metal", told).fusion == "off"
+    traces = [Engine(CONFIG, weights, tuned=Tuned(fusion=fusion, trace="eager")).trace for fusion in ("off", "full")]
+    assert traces[0] == "eager" and traces[1] == Engine(CONFIG, weights).trace
 
 
 def test_tiles_of_a_fused_step_are_chosen_kept_and_handed_to_its_kernels(weights, clock, tmp_path, monkeypatch):
