@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ablations.catalogue import CLAIMS, TABLES, Claim
@@ -21,6 +21,9 @@ DIRECTION = {
 _UNITS = {"tokens_per_second": "tok/s", "gigabytes_per_second": "GB/s", "count": ""}
 
 About = dict[str, Any]
+
+TESTABLE = tuple(claim for claim in CLAIMS if claim.toggle or claim.fields)
+"""Claims that an arm here can test."""
 
 
 def about(study: Study) -> dict[tuple[str, str, str], About]:
@@ -41,18 +44,16 @@ def asked_of(result: Result, known: dict[tuple[str, str, str], About]) -> About:
 
 
 def claims(study: Study) -> Table:
-    """Every published claim with an arm here, and what was measured of it: a row for each direction and context."""
-    known = about(study)
-    answers = [(r, asked_of(r, known)) for r in study.results if not r.aa]
-    tested = any(found.get("claims") for _, found in answers)
-    rows = [row for claim in CLAIMS if claim.toggle or claim.fields for row in _rows(study, claim, answers)]
+    """What was measured of each published claim: a row for each direction and context."""
+    answers = _answers(study)
+    rows = [row for claim in TESTABLE for row in _rows(study, claim, answers)]
     columns = [
         Column("claim", "claim"),
         Column("finding", "published finding"),
         Column("published", "published", text.plain, True),
         Column("published_on", "on"),
         Column("phase", "phase"),
-        Column("frontier", "context", _context, True),
+        Column("frontier", "context", text.tokens, True),
         Column("direction", "measured how"),
         Column("ratio", "measured", text.ratio, True),
         Column("interval", "95 % interval", text.plain, True),
@@ -61,10 +62,21 @@ def claims(study: Study) -> Table:
         Column("measured_on", "on"),
     ]
     empty = "No question of these rows tests a published claim; suite=published tests all of them."
-    return Table("claims", "Published beside measured", columns, rows if tested else [], empty)
+    return Table("claims", "Published beside measured", columns, rows, empty)
 
 
-def _rows(study: Study, claim: Claim, answers: Iterable[tuple[Result, About]]) -> list[dict[str, Any]]:
+def untested(study: Study) -> list[str]:
+    """Names of the claims that have an arm here and no answer in these rows."""
+    answers = _answers(study)
+    return [claim.name for claim in TESTABLE if not _rows(study, claim, answers)]
+
+
+def _answers(study: Study) -> list[tuple[Result, About]]:
+    known = about(study)
+    return [(r, asked_of(r, known)) for r in study.results if not r.aa]
+
+
+def _rows(study: Study, claim: Claim, answers: Sequence[tuple[Result, About]]) -> list[dict[str, Any]]:
     base = {
         "claim": claim.name,
         "finding": claim.finding,
@@ -77,31 +89,30 @@ def _rows(study: Study, claim: Claim, answers: Iterable[tuple[Result, About]]) -
         "worked": claim.worked,
     }
     made = []
-    for result, found in answers:
-        if claim.name not in found.get("claims", []) or result.phase != claim.phase:
-            continue
-        if claim.contexts and result.frontier not in claim.contexts:
-            continue
-        ways = found.get("directions") or ["as configured"]
+    mine = [(r, found) for r, found in answers if claim.name in found.get("claims", []) and r.phase == claim.phase]
+    there = [(r, found) for r, found in mine if not claim.contexts or r.frontier in claim.contexts]
+    for result, found in there or mine:
+        ways = [DIRECTION.get(way, way) for way in found.get("directions") or ["on the engine as configured"]]
+        ways += [] if there else ["not at the published context"]
         made.append(
             base
             | {
                 "frontier": result.frontier,
-                "direction": "; ".join(DIRECTION.get(way, way) for way in ways),
+                "direction": "; ".join(ways),
                 "ratio": result.ratio,
                 "low": result.low,
                 "high": result.high,
                 "interval": text.ABSENT if result.ratio is None else text.interval(result.low, result.high),
                 "verdict": result.verdict,
                 "reason": result.reason,
-                "agrees": agrees(claim, result.verdict),
+                "agrees": agrees(claim, result.verdict) if there else "another context",
                 "arm": result.arm,
                 "reference": result.reference,
                 "measured_on": _device(study.rows.runs, result.run_ids),
                 "run_ids": result.run_ids,
             }
         )
-    return made or [base | {"frontier": None, "direction": "not measured in these rows", "verdict": None}]
+    return made
 
 
 def agrees(claim: Claim, verdict: str) -> str:
@@ -126,10 +137,6 @@ def _published(claim: Claim) -> str:
     if claim.quantity == "share":
         return f"{100 * claim.value:.4g}{text.NBSP}%"
     return f"{text.number(claim.value)} {_UNITS[claim.quantity]}".strip()
-
-
-def _context(value: Any) -> str:
-    return text.ABSENT if value is None else text.tokens(value)
 
 
 def _device(runs: Iterable[RunRow], run_ids: list[str]) -> str:

@@ -66,7 +66,11 @@ def build(folders: Sequence[Path], output: Path | None = None) -> Path:
     more = [claims.claims(seen), claims.facts(), claims.against_mlx(seen), ladder.table(rungs), pairs, *grids]
     more += [quality.quality(seen), *limits.limits(seen)]
     made = tables.tables(seen) | {table.name: table for table in more}
-    context = _context(seen, drawn, made) | {"grids": grids, "interplay": interplay.MEANING}
+    context = _context(seen, drawn, made) | {
+        "grids": grids,
+        "interplay": interplay.MEANING,
+        "untested": claims.untested(seen),
+    }
     files: dict[str, str | bytes] = {
         "report.md": render("report.md.j2", context),
         "report.html": render("report.html.j2", context),

@@ -36,8 +36,8 @@ def test_published_stands_beside_measured_each_with_its_device(seen: Study) -> N
     assert "everything off" in packed["direction"] and "on top" in packed["direction"]
     assert len(by(rows, claim="gpu_routing")) == 2
     (tiles,) = by(rows, claim="tile_rows")
-    assert tiles["frontier"] is None, "512 is not the context of that claim"
-    assert by(rows, claim="speculative")[0]["direction"] == "not measured in these rows"
+    assert tiles["verdict"] == "unsupported" and tiles["agrees"] == "another context", "it was published at 2K"
+    assert "speculative" in claims.untested(seen) and "packed_dequant" not in claims.untested(seen)
 
 
 def test_rows_without_claims_say_so(tmp_path: Path) -> None:
