@@ -102,10 +102,11 @@ def identity(name: str) -> str:
         parts = [identity(op) for op in OPS]
     else:
         files, parts = set().union(*map(_sources, _modules(OPS[name]))), []
-    for path in sorted(files, key=lambda path: path.name):
+    for path in sorted(files, key=Path.as_posix):
         if path.suffix in (".py", ".metal", ".h"):
             lines = path.read_text(encoding="utf-8").splitlines()
-            parts += [path.name, *(x for x in lines if x.strip() and not x.strip().startswith(("#", "//")))]
+            comment = "#" if path.suffix == ".py" else "//"
+            parts += [path.name, *(x for x in lines if x.strip() and not x.strip().startswith(comment))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

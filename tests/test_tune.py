@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from engine import tuned as files
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.doctor import tuned_findings
 from engine.generate import Engine
+from engine.kernels import loader
 from engine.ops import OPS, bind
 from engine.ops.choice import Choice, Tuned, nearest
 from engine.speculative import GUESSED
@@ -31,6 +35,8 @@ from sweeps.tune import COSTS, RULE, STEP, Cell, Tuner, tune
 
 CONFIG = tiny_config(max_position_embeddings=1024)
 POINTS = [(name, variant.name) for name, op in OPS.items() for variant in op.variants.values()]
+CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+STEP_ONLY = ("recent_decode", "rotary_decode", "step_decode")
 OWN_TILE = {"tile": "2x4"}
 Cost = Callable[[str, Mapping[str, Any]], int]
 
@@ -308,6 +314,37 @@ def test_a_variant_that_fails_is_refused_by_name_and_the_rest_go_on(
     assert len([r for r in row["refused"] if r["variant"] == "metal"]) == len(bad.points)
     assert all(("no such function" if fault == "raises" else "off by 2") in message for message in messages)
     assert {c["variant"] for c in row["contenders"]} >= {"mlx", "expanded"}
+
+
+def test_every_kernel_text_is_part_of_what_identifies_an_op_or_the_step():
+    by_op = {name: set().union(*map(files._sources, files._modules(op))) for name, op in OPS.items()}
+    assert {p.name for p in by_op["decode_attention"]} >= {"attention.py", "attention_decode.metal", "portable.h"}
+    texts = {path for path in loader.FOLDER.glob("*.metal")}
+    # What only the fused step runs is part of the step's identity.
+    assert texts - set().union(*by_op.values()) <= {loader.FOLDER / f"{t}.metal" for t in STEP_ONLY}
+
+
+def test_identities_are_the_same_in_every_process():
+    code = "from engine import tuned; print(tuned.identities())"
+    seen = {
+        subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, **CAPTURED).stdout
+        for seed in ("1", "2")
+    }
+    assert seen == {f"{files.identities()}\n"}
+
+
+def test_a_comment_is_no_change_and_a_line_of_code_is(tmp_path, monkeypatch):
+    path = tmp_path / "op.metal"
+    monkeypatch.setattr(files, "_sources", lambda module: {path})
+
+    def identity(text: str) -> str:
+        path.write_text(text, encoding="utf-8")
+        files.identity.cache_clear()
+        return files.identity("linear")
+
+    first = identity("#define A 1\n// one\nx = A;\n")
+    assert identity("#define A 1\n\n// two words\nx = A;\n") == first
+    assert identity("#define A 2\n// one\nx = A;\n") != first
 
 
 def test_a_change_of_the_code_or_of_mlx_makes_a_comparison_new(faked, weights, clock, tmp_path, monkeypatch):
