@@ -236,6 +236,9 @@ def warnings(runs: Sequence[RunRow], study: Study) -> list[str]:
         )
     if len({facts.signature(run) for run in runs}) > 1:
         said.append("These rows come from different machines, models or versions; their series are kept apart by name.")
+    versions = sorted({str(run.project_version) for run in runs})
+    if len(versions) > 1:
+        said.append(f"These rows come from different versions of this project: {', '.join(versions)}.")
     if any((run.git or {}).get("dirty") for run in runs):
         said.append("The working tree had uncommitted changes when this was measured.")
     if any(r.unit == "block" and r.units for r in study.results if not r.aa):

@@ -11,7 +11,6 @@ import locale
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -190,39 +189,6 @@ def test_reports_never_import_mlx(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.parametrize("width", [500, 1280])
-def test_browser_shows_it_without_overflow_or_errors(built: Path, tmp_path: Path, width: int) -> None:
-    """In a real browser no part is wider than the window, and nothing is logged. (500 is the least that it allows.)"""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium on this machine")
-    probe = (
-        "<script>addEventListener('error', e => { document.title = 'error ' + e.message });"
-        "addEventListener('load', () => "
-        "{ document.title = document.documentElement.scrollWidth + ' of ' + innerWidth })"
-        "</script>"
-    )
-    copy = tmp_path / "page.html"
-    copy.write_text(built.read_text(encoding="utf-8").replace("</body>", probe + "</body>"), encoding="utf-8")
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},900",
-        "--dump-dom",
-        copy.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search(r"<title>(\d+) of (\d+)</title>", done.stdout)
-    assert found, done.stderr[-2000:]
-    assert int(found[1]) <= int(found[2])
-    assert "CONSOLE" not in done.stderr
-
-
 # -- what readers must be told --------------------------------------------------------------------
 
 
@@ -276,7 +242,7 @@ def test_many_contrasts_begin_with_a_table(tmp_path: Path) -> None:
     answers = [rows.contrast("decode", 256, arm) for arm in arms]
     source = page(rows.write_run(tmp_path / "r", [rows.run_row()], samples, answers))
     first = source.split('id="rates"')[0]
-    assert first.count('<th scope="row">') == 8 and first.count("▲ faster") == 16
+    assert first.count('<th scope="row"') == 8 and first.count("▲ faster") == 16
 
 
 def test_blocked_arm_has_no_speed_anywhere(tmp_path: Path) -> None:
@@ -474,6 +440,36 @@ def test_unknown_schema_is_one_clear_error(tmp_path: Path, capsys: pytest.Captur
     line = failing(capsys, "build", str(folder))
     assert "samples.jsonl:1" in line and "schema version 99" in line and "version 1" in line
     assert not (folder / "report.html").exists()
+
+
+def test_rows_of_another_project_version_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An older version's rows stand apart from newer ones; a newer version's field is one clear error."""
+    run, samples, contrasts = one_point()
+    new = rows.write_run(tmp_path / "new", run, samples, contrasts)
+    older = [dataclasses.replace(s, run_id="r0") for s in samples]
+    old = rows.write_run(tmp_path / "old", [rows.run_row(run_id="r0", project_version="0.0.9")], older, [])
+    source = build([new, old]).read_text(encoding="utf-8")
+    assert "different versions of this project: 0.0.9, 0.1.0" in html.unescape(source).split('id="rates"')[0]
+    path = new / "samples.jsonl"
+    path.write_text(path.read_text(encoding="utf-8").replace('"run_id"', '"watts": 3, "run_id"', 1), encoding="utf-8")
+    line = failing(capsys, "build", str(new))
+    assert "samples.jsonl:1" in line and "unknown fields: watts" in line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        None,
+        {"ladders": None, "interactions": None},
+        {"ladders": [{"arms": ["full"], "steps": []}], "interactions": [{"arms": ["full", "mlx_lm"], "toggles": []}]},
+    ],
+)
+def test_plans_that_are_older_or_cut_give_a_report(tmp_path: Path, settings: Any) -> None:
+    contrasts = [{"name": "c", "arm": "full", "reference": "mlx_lm"}]
+    points = [{"key": "decode-256", "phase": "decode", "frontier": 256}]
+    job = {"run_id": "r1", "arms": [], "points": points, "contrasts": contrasts, "settings": settings}
+    source = page(rows.write_run(tmp_path / "r", *one_point(), job=job))
+    assert "These rows hold no ladder" in source
 
 
 def test_missing_and_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
