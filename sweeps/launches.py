@@ -6,6 +6,7 @@ costs; the graph is the one that MLX is about to submit, elementwise operations 
 - `of_engine`: the next step of a live engine.
 - `of_geometry`: a step on a device that is not here, with weights that are shapes alone. Our kernels, and those of
   MLX's operations that exist on a GPU only, are stood in for by a node that depends on the same inputs.
+  A step that the engine records and replays by itself is told by its recording.
 - `on_device`: what a profiler saw, on CUDA.
 
 ``python -m sweeps.launches FILE`` writes the steps of the real geometry on Metal, for predictions (`reports.predict`).
@@ -42,6 +43,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.generate import Engine
 from engine.kernels import loader
 from engine.ops.choice import Tuned
+from engine.replay import PHASES
 from engine.synthetic import make_weights
 from engine.weights import Weights
 from sweeps.points import FRONTIERS
@@ -80,6 +82,10 @@ MOST_PROMPT = 4096
 
 LONG_ATTENTION = 1024
 """Keys from which MLX's attention on a Max or Ultra makes a second pass (others: from 4,096 with shared heads)."""
+
+
+class _Recorded(Exception):
+    """A step has been recorded; where its arrays lie need not be known."""
 
 
 class Uncounted(ValueError):
@@ -185,6 +191,9 @@ def of_engine(engine: Engine, positions: int) -> Step:
         Uncounted: the step is not one graph, or the cache has no room for it.
     """
     _require_one_graph(engine)
+    if engine.replay is not None:
+        # Recorded long ago, perhaps; recorded again from shapes it is the same.
+        return of_geometry(engine.config, engine.engine, engine.device, positions, engine.tuned)
     if positions >= engine.cache.capacity:
         raise Uncounted(f"the cache holds {engine.cache.capacity} positions")
     engine.reset()
@@ -200,10 +209,12 @@ def of_engine(engine: Engine, positions: int) -> Step:
         engine.reset()
 
 
-def of_geometry(config: ModelConfig, settings: EngineConfig, device: str, positions: int = 256) -> Step:
+def of_geometry(
+    config: ModelConfig, settings: EngineConfig, device: str, positions: int = 256, tuned: Tuned | None = None
+) -> Step:
     """The greedy step of a model that need not be here, on a device of kind `device` that need not either.
 
-    Nothing is tuned there: ``best`` is an op's declared order.
+    tuned: what ``best`` is there; None: nothing is tuned.
 
     Raises:
         Uncounted: the step is not one graph. VariantUnsupported: as `Engine`.
@@ -214,13 +225,18 @@ def of_geometry(config: ModelConfig, settings: EngineConfig, device: str, positi
         return (1, 1) if node.name == STAND_IN else launches_of(node.name, node.inputs, device, positions)
 
     with _elsewhere(device, stand_ins):
-        engine = Engine(config, shapes(config), settings, dtype=mx.bfloat16, tuned=Tuned())
+        engine = Engine(config, shapes(config), settings, dtype=mx.bfloat16, tuned=tuned or Tuned())
         _require_one_graph(engine)
         with mock.patch.object(mx, "eval", lambda *_: None):
             engine.cache.reserve(positions + 1)
         engine.cache.state.update(tree_map(lambda array: _shape(array.shape, array.dtype), engine.cache.state))
         engine.cache.seek(positions)
-        step = _step(engine, cost)
+        try:
+            step = _step(engine, cost)
+        except _Recorded:
+            # Launches of all phases, and each runs after the one before.
+            each = {name: count // PHASES for name, count in sorted(stand_ins.items())}
+            return Step(sum(each.values()), sum(each.values()), each)
     named = {name: launches for name, launches in step.by_operation.items() if name != STAND_IN}
     return Step(step.launches, step.stages, dict(sorted((named | stand_ins).items())))
 
@@ -263,7 +279,18 @@ def _elsewhere(device: str, tally: Counter[str]) -> Iterator[None]:
         taken = [value for value in inputs if isinstance(value, mx.array)]
         return mx.depends([_held(tuple(shape), dtype) for shape, dtype in outputs], taken)
 
+    takers: list[Callable[[loader.Launch], list[mx.array]]] = []
+
+    @contextmanager
+    def recorded(by: Callable[[loader.Launch], list[mx.array]]) -> Iterator[None]:
+        takers.append(by)
+        yield
+        raise _Recorded
+
     def kernel(call: loader.Launch) -> list[mx.array]:
+        if takers:
+            tally[call.kernel.name] += 1
+            return takers[-1](call)
         return launched(call.kernel.name, list(zip(call.shapes, call.dtypes, strict=True)), call.inputs)
 
     def like_first(name: str) -> Callable[..., mx.array]:
@@ -286,7 +313,9 @@ def _elsewhere(device: str, tally: Counter[str]) -> Iterator[None]:
     with ExitStack() as patches:
         for place, name, stand_in in (
             (generate, "device_kind", lambda: device),
+            (generate.cuda, "Device", _Nowhere),
             (loader, "launch", kernel),
+            (loader, "recorded", recorded),
             (mx.fast, "rms_norm", like_first("RMSNorm")),
             (mx.fast, "rope", like_first("RoPE")),
             (mx, "dequantize", dequantize),
@@ -297,6 +326,18 @@ def _elsewhere(device: str, tally: Counter[str]) -> Iterator[None]:
             patches.enter_context(mock.patch.object(mx.fast, "scaled_dot_product_attention", attention))
             patches.enter_context(mock.patch.object(mx.fast, "gated_delta_update", delta))
         yield
+
+
+class _Nowhere:
+    """A device for a recording that ends before anything of it is placed (`engine.replay.Backend`)."""
+
+    def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
+        """Nobody will read there."""
+        return [(0, ()) for _ in arrays]
+
+    def host_words(self, count: int) -> tuple[int, list[int]]:
+        """Words that nobody writes."""
+        return 0, [0] * count
 
 
 @cache

@@ -78,9 +78,19 @@ def test_the_fused_step_of_the_real_model_stays_under_300_launches(device):
     assert by["rotary_decode_rotate"] == by["attention_decode_split"] == full
     ours = sum(n for name, n in by.items() if "_decode_" in name)
     assert sum(by.values()) == step.launches <= MOST
-    # What MLX launches beside our kernels: the embedding's row, the cache's rows, position and finiteness.
+    # What MLX launches beside our kernels: at most the cache's rows, position and finiteness.
     assert step.launches - ours <= 2 * full + 8
     assert 6 * layers <= step.stages <= step.launches
+
+
+def test_a_replayed_step_is_told_by_its_recording():
+    """Nothing but our own kernels, each after the one before; as many on an engine as from its geometry."""
+    traced = fused()
+    traced.decode.trace = "step"
+    replayed, compiled = (of_geometry(REAL, config, "cuda") for config in (fused(), traced))
+    assert replayed.stages == replayed.launches == sum(replayed.by_operation.values())
+    assert all("_decode_" in name for name in replayed.by_operation)
+    assert compiled.stages < compiled.launches and replayed.launches <= compiled.launches + len(REAL.attention_layers)
 
 
 def test_longer_contexts_launch_no_more():
