@@ -190,8 +190,8 @@ def steps(study: Study) -> Table:
         number = told.get("launches_device") or told.get("launches_predicted") or measured.get(c.arm)
         rows.append(_step(c, facts.finite(number)))
     caption = (
-        "Decode: where a token's time goes. The rest is what bytes and then launches do not account for; "
-        "below zero, the two overlap"
+        "Decode: where a token's time goes. The rest is what bytes and then launches, at the price of MLX's, do not "
+        "account for; below zero, they overlap or are launched at less"
     )
     return Table("limits-decode", caption, columns, rows, "No decode window was timed.")
 

@@ -225,7 +225,7 @@ def of_geometry(
         return (1, 1) if node.name == STAND_IN else launches_of(node.name, node.inputs, device, positions)
 
     with _elsewhere(device, stand_ins):
-        engine = Engine(config, shapes(config), settings, dtype=mx.bfloat16, tuned=tuned or Tuned())
+        engine = Engine(config, shapes(config), settings, dtype=mx.bfloat16, tuned=tuned or Tuned(), refuses=None)
         _require_one_graph(engine)
         with mock.patch.object(mx, "eval", lambda *_: None):
             engine.cache.reserve(positions + 1)
