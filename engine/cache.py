@@ -364,8 +364,8 @@ class PagedCache(Cache):
         )
 
 
-class RecentCache(Cache):
-    """A `Cache` whose last positions stand apart in one small array of all layers, which each traced pass makes anew.
+class Apart(Cache):
+    """The last positions stand apart, in one small array of all layers that each traced pass makes anew.
 
     A pass that writes into keys and values while an earlier one that reads them is still under way makes MLX copy them
     whole: it writes in place only where nothing holds the old array. Here steps only read them, and every `ROOM`
@@ -376,7 +376,6 @@ class RecentCache(Cache):
     """
 
     ROOM = 256
-    shared = ("position", "first", "recent")
 
     def wipe(self) -> None:
         planes = len(self.config.attention_layers) * 2 * self.config.num_key_value_heads
@@ -409,34 +408,42 @@ class RecentCache(Cache):
         self.written = self.position
 
     def settle(self) -> None:
-        first, count = self.first, self.position - self.first
+        end, count = self.position, self.position - self.first
         if count > 0:
             # Only what nothing holds is written in place.
             mx.synchronize()
-            kv, recent = self.config.num_key_value_heads, self.state["recent"][:, :, :count]
+            self.position = self.first
+            place, recent = super().place(count), self.state["recent"][:, :, :count]
             for i in range(len(self.attention_index)):
-                for half, name in enumerate(("keys", "values")):
-                    plane = (2 * i + half) * kv
-                    self.state[name][i][..., first : first + count, :] = recent[:, plane : plane + kv]
-                mx.eval(self.state["keys"][i], self.state["values"][i])
+                k, v = (recent[:, plane] for plane in self._planes(i))
+                super().write(i, k, v, place)
+                mx.eval([self.state[name][i] for name in self.grown])
         self._fresh = {}
-        self._hold(self.position)
+        self.position = end
+        self._hold(end)
+
+    def place(self, rows: int, at: mx.array | None = None) -> Any:
+        return super().place(rows) if at is None else None
+
+    def _planes(self, index: int) -> tuple[slice, slice]:
+        """Where the keys and the values of an attention layer stand in ``state["recent"]``."""
+        kv = self.config.num_key_value_heads
+        return slice(2 * index * kv, (2 * index + 1) * kv), slice((2 * index + 1) * kv, (2 * index + 2) * kv)
 
     def write(self, index: int, k: mx.array, v: mx.array, place: Any) -> None:
-        if isinstance(place, slice):
-            super().write(index, k, v, place)
-        else:
+        if place is None:
             self._fresh[index] = k, v
+        else:
+            super().write(index, k, v, place)
 
     def shown(self, index: int, positions: int) -> tuple[Rows, Rows]:
         stored = super().shown(index, positions)
         if index not in self._fresh:
             return stored
-        kv, recent, first = self.config.num_key_value_heads, self.state["recent"], self.state["first"]
-        planes = (recent[:, plane : plane + kv] for plane in (2 * index * kv, (2 * index + 1) * kv))
+        recent, first = self.state["recent"], self.state["first"]
         return tuple(  # type: ignore[return-value]
-            Recent(held, plane, first, fresh)  # type: ignore[arg-type]
-            for held, plane, fresh in zip(stored, planes, self._fresh[index], strict=True)
+            Recent(held, recent[:, plane], first, fresh)  # type: ignore[arg-type]
+            for held, plane, fresh in zip(stored, self._planes(index), self._fresh[index], strict=True)
         )
 
     def finish(self) -> None:
@@ -446,6 +453,18 @@ class RecentCache(Cache):
         s = self.state
         s["recent"] = update_metal(s["recent"], s["first"], s["position"], keys, rows)
         self._fresh = {}
+
+
+class RecentCache(Apart, Cache):
+    """A contiguous cache with its last positions apart."""
+
+    shared = ("position", "first", "recent")
+
+
+class RecentPages(Apart, PagedCache):
+    """A cache in pages with its last positions apart."""
+
+    shared = ("position", "pages", "first", "recent")
 
 
 def in_one_piece(rows: Rows) -> mx.array:

@@ -18,7 +18,17 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from engine import proof
-from engine.cache import Cache, ExactView, PagedCache, RecentCache, Snapshot, TracedView, bucket_for, conv_rows
+from engine.cache import (
+    Cache,
+    ExactView,
+    PagedCache,
+    RecentCache,
+    RecentPages,
+    Snapshot,
+    TracedView,
+    bucket_for,
+    conv_rows,
+)
 from engine.config import EngineConfig, ModelConfig
 from engine.device import activation_dtype, device_kind
 from engine.folded import FoldedModel
@@ -95,13 +105,14 @@ class Engine:
                 self.cache.state["hidden"] = mx.zeros((1, 1, config.hidden_size), self.dtype)
 
     def _layout(self) -> type[Cache]:
-        if self.engine.cache.layout == "paged":
-            return PagedCache
         if self.trace == "replay":
             return ReplayedCache
+        paged = self.engine.cache.layout == "paged"
         folded = self.ops.fusion != "off" and self.trace == "step"
         few = 0 < len(self.config.attention_layers) <= MOST_LAYERS
-        return RecentCache if folded and few and self.ops.decode_attention.always("metal") else Cache
+        if folded and few and self.ops.decode_attention.always("metal"):
+            return RecentPages if paged else RecentCache
+        return PagedCache if paged else Cache
 
     def _trace(self) -> str:
         wanted, host = self.engine.decode.trace, [b.op.name for b in self.ops.all() if b.reads_host]

@@ -55,12 +55,12 @@ class Recent:
     """One layer's keys, or its values, of which the last have not been written into the cache yet.
 
     Attributes:
-        stored: ``[1, kv heads, positions, head_dim]``; those from `first` on are stale.
+        stored: ``[1, kv heads, positions, head_dim]``, or in pages; those from `first` on are stale.
         recent: ``[1, kv heads, room, head_dim]``, from position `first` on. first: int32 ``[at least 1]``.
         fresh: the new rows, ``[1, kv heads, rows, head_dim]``.
     """
 
-    stored: mx.array
+    stored: mx.array | Paged
     recent: mx.array
     first: mx.array
     fresh: mx.array

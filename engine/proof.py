@@ -178,14 +178,12 @@ def _recent() -> float:
     held = mx.concatenate([mx.concatenate([keys, values], axis=1)[:, :, first:before], spare], axis=2)
     starts = mx.array([first] * 4, dtype=mx.int32)
     at = mx.array([before] * 4, dtype=mx.int32)
-    fresh = mx.contiguous(keys[:, :, before:]), mx.contiguous(values[:, :, before:])
-    parts = [
-        Recent(whole, held[:, i : i + 1], starts, new) for i, (whole, new) in enumerate(zip((keys, values), fresh))
-    ]
+    new = [mx.contiguous(keys[:, :, before:]), mx.contiguous(values[:, :, before:])]
+    k, v = (Recent(whole, held[:, i : i + 1], starts, new[i]) for i, whole in enumerate((keys, values)))
     want = op.reference.run(q, keys, values, scale)
-    error = relative_rms(attention.attention_metal(q, *parts, scale, at), want)
-    anew = recent.update_metal(held, starts, at, [fresh[0]], [fresh[1].reshape(1, rows, -1)])
-    exact = mx.array_equal(anew[:, :, apart : apart + rows], mx.concatenate(fresh, axis=1)).item()
+    error = relative_rms(attention.attention_metal(q, k, v, scale, at), want)
+    anew = recent.update_metal(held, starts, at, new[:1], [new[1].reshape(1, rows, -1)])
+    exact = mx.array_equal(anew[:, :, apart : apart + rows], mx.concatenate(new, axis=1)).item()
     return error if exact else float("inf")
 
 

@@ -6,9 +6,9 @@ are divided, and whether a simdgroup's lanes read neighbouring words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -74,34 +74,54 @@ def heads_per_fetch(heads: str, group: int) -> int:
     return int(heads)
 
 
+Pair = tuple[mx.array, mx.array]
+Kept = mx.array | Paged | Recent
+
+
 @dataclass(frozen=True)
 class _Rows:
-    """Keys and values as the kernels read them: `more` and `places` only where they lie in pages or are recent."""
+    """Keys and values as the kernels read them; what is None is not read, and no input.
 
-    stored: tuple[mx.array, mx.array]
-    fresh: tuple[mx.array, mx.array] | None
-    more: tuple[mx.array, mx.array] | None = None
-    places: mx.array | None = None
-    paged: bool = False
-    recent: bool = False
+    more, table: of pages. recent, first: of rows that stand apart.
+    """
+
+    stored: Pair
+    fresh: Pair | None = None
+    more: Pair | None = None
+    table: mx.array | None = None
+    recent: Pair | None = None
+    first: mx.array | None = None
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """In the order of the kernels' texts."""
+        tables = [() if array is None else (array,) for array in (self.table, self.first)]
+        return [
+            *self.stored,
+            *(self.fresh or ()),
+            *(self.more or ()),
+            *tables[0],
+            *(self.recent or ()),
+            *tables[1],
+        ]
 
 
-def _rows(keys: mx.array | Paged | Recent, values: mx.array | Paged | Recent, fresh: Any) -> _Rows:
+def _rows(keys: Kept, values: Kept, fresh: Pair | None) -> _Rows:
+    if isinstance(keys, Recent) and isinstance(values, Recent):
+        held = _rows(keys.stored, values.stored, (keys.fresh, values.fresh))
+        return replace(held, recent=(keys.recent, values.recent), first=keys.first)
     if isinstance(keys, Paged) and isinstance(values, Paged):
         stored = keys.pool, values.pool
         more = stored if keys.more is None or values.more is None else (keys.more, values.more)
-        return _Rows(stored, fresh, more, keys.table, paged=True)
-    if isinstance(keys, Recent) and isinstance(values, Recent):
-        more = keys.recent, values.recent
-        return _Rows((keys.stored, values.stored), (keys.fresh, values.fresh), more, keys.first, recent=True)
+        return _Rows(stored, fresh, more, keys.table)
     assert isinstance(keys, mx.array) and isinstance(values, mx.array)
     return _Rows((keys, values), fresh)
 
 
 def attention_metal(
     q: mx.array,
-    keys: mx.array | Paged | Recent,
-    values: mx.array | Paged | Recent,
+    keys: Kept,
+    values: Kept,
     scale: float,
     position: mx.array | None = None,
     *,
@@ -133,7 +153,7 @@ def attention_metal(
     kv_heads, n = keys.shape[1], keys.shape[2]
     held = _rows(keys, values, fresh)
     fresh = held.fresh
-    kinds = [array.dtype for array in (q, *held.stored, *(held.more or ()), *(fresh or ()))]
+    kinds = [array.dtype for array in (q, *held.stored, *(held.more or ()), *(held.recent or ()), *(fresh or ()))]
     if dim != HEAD_DIM or len(set(kinds)) > 1:
         raise KernelError(
             f"decode_attention=metal takes head_dim {HEAD_DIM} and one type, not {dim} and {', '.join(map(str, kinds))}"
@@ -150,7 +170,8 @@ def attention_metal(
             f"decode_attention.lanes={lanes} takes {TILE_HEADS} heads a fetch and a 16-bit type, "
             f"not {packed} and {q.dtype}; take lanes=coalesced"
         )
-    if held.paged and tiles:
+    paged = held.more is not None
+    if paged and tiles:
         raise KernelError(f"decode_attention.lanes={lanes}: {NO_PAGED_TILES}")
     # Without `fresh` the new rows are the last of the keys.
     start = n - rows if fresh is None else n
@@ -160,21 +181,20 @@ def attention_metal(
     kernel = loader.load(TOPIC)["tiles" if tiles else "split"]
     own: dict[str, int | bool] = {"AHEAD": lanes == "tiles_ahead"}
     if not tiles:
-        own = {"G": packed, "COALESCED": lanes == "coalesced", "PAGED": held.paged}
+        own = {"G": packed, "COALESCED": lanes == "coalesced", "PAGED": paged}
     if fresh is None:
         kernel = kernel.without(fresh_keys="keys", fresh_values="values")
-    if held.more is None:
+    if not paged and not tiles:
         kernel = kernel.without(more_keys="keys", more_values="values", places="position")
+    if held.recent is None:
+        kernel = kernel.without(recent_keys="keys", recent_values="values", recent_from="position")
     width = SPLIT_SIMDGROUPS * SIMD
     partial, sums = loader.launch(
         Launch(
             kernel,
             (
                 q,
-                *held.stored,
-                *(fresh or ()),
-                *(held.more or ()),
-                *(() if held.places is None else (held.places,)),
+                *held.inputs,
                 _at(start) if position is None else position,
             ),
             kernel.arguments(
@@ -184,7 +204,7 @@ def attention_metal(
                 CHUNK=CHUNK if split == "chunks" else 0,
                 FINAL=final,
                 FRESH=fresh is not None,
-                RECENT=held.recent,
+                RECENT=held.recent is not None,
                 SCALE_BITS=loader.float_bits(scale * _LOG2_E),
                 **own,
             ),

@@ -10,12 +10,13 @@
 //
 // With PAGED keys and values are pools of pages of 256 positions, [1, kv heads, pages · 256, 256], and more_keys and
 // more_values further ones; places int32 holds, for each 256 positions, the number of a page of the pool or -1 - that of one
-// of the further pages. With RECENT (and FRESH) the cache holds the positions before places[0] only, and those from there
-// to the first new row are more_keys and more_values. They are not read otherwise.
+// of the further pages. With RECENT (and FRESH) the cache, in pages or not, holds the positions before recent_from[0] only,
+// and those from there to the first new row are recent_keys and recent_values [1, kv heads, …, 256] of T. None of these is
+// read otherwise.
 
 // kernel: split
-// inputs: q keys values fresh_keys fresh_values more_keys more_values places position
-// dense: places position
+// inputs: q keys values fresh_keys fresh_values more_keys more_values places recent_keys recent_values recent_from position
+// dense: places recent_from position
 // outputs: partial sums
 // template: typename T, typename O, int G, int SIMDGROUPS, int CHUNK, bool COALESCED, bool FINAL, bool FRESH, bool RECENT, int SCALE_BITS, bool PAGED
 //
@@ -27,7 +28,7 @@
 // COALESCED  lanes read neighbouring 16-byte words of a row; otherwise apart, each lane walking a row of its own.
 // FINAL   there is one part: O is T and partial the finished rows.
 // FRESH   rows at `position` and after come from fresh_keys and fresh_values, which are not read otherwise.
-// RECENT  positions from places[0] to the first new row are rows of more_keys and more_values.
+// RECENT  positions from recent_from[0] to the first new row are rows of recent_keys and recent_values.
 // PAGED   keys and values lie in pages.
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
@@ -37,7 +38,8 @@ const uint group = threadgroup_position_in_grid.y;
 const uint row = threadgroup_position_in_grid.z;
 REFUSE_UNLESS(
     q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1 && fresh_keys_strides[3] == 1 &&
-        fresh_values_strides[3] == 1 && more_keys_strides[3] == 1 && more_values_strides[3] == 1,
+        fresh_values_strides[3] == 1 && more_keys_strides[3] == 1 && more_values_strides[3] == 1 &&
+        recent_keys_strides[3] == 1 && recent_values_strides[3] == 1,
     partial, O, index + part + group + row == 0u)
 
 const uint kv_head = group * uint(G) / (uint(q_shape[1]) / uint(keys_shape[1]));
@@ -48,8 +50,10 @@ const device T* fresh_key_rows = fresh_keys + kv_head * fresh_keys_strides[1];
 const device T* fresh_value_rows = fresh_values + kv_head * fresh_values_strides[1];
 const device T* more_key_rows = more_keys + kv_head * more_keys_strides[1];
 const device T* more_value_rows = more_values + kv_head * more_values_strides[1];
+const device T* recent_key_rows = recent_keys + kv_head * recent_keys_strides[1];
+const device T* recent_value_rows = recent_values + kv_head * recent_values_strides[1];
 
-const uint settled = RECENT ? uint(places[0]) : 0u;
+const uint settled = RECENT ? uint(recent_from[0]) : 0u;
 // Of pages it is the caller who shows no more than there are.
 const uint n = PAGED ? 0xffffffffu : uint(keys_shape[2]);
 const uint cached = FRESH && uint(position[0]) < n ? uint(position[0]) : n;
@@ -104,8 +108,8 @@ if constexpr (COALESCED) {
           key_row = fresh_key_rows + (at - cached) * fresh_keys_strides[2];
           value_row = fresh_value_rows + (at - cached) * fresh_values_strides[2];
         } else if (RECENT && at >= settled) {
-          key_row = more_key_rows + (at - settled) * more_keys_strides[2];
-          value_row = more_value_rows + (at - settled) * more_values_strides[2];
+          key_row = recent_key_rows + (at - settled) * recent_keys_strides[2];
+          value_row = recent_value_rows + (at - settled) * recent_values_strides[2];
         } else {
           const int page = PAGED ? int(places[at / 256u]) : 0;
           const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + at % 256u : at;
@@ -171,7 +175,7 @@ if constexpr (COALESCED) {
       if (FRESH && own >= cached) {
         key_row = fresh_key_rows + (own - cached) * fresh_keys_strides[2];
       } else if (RECENT && own >= settled) {
-        key_row = more_key_rows + (own - settled) * more_keys_strides[2];
+        key_row = recent_key_rows + (own - settled) * recent_keys_strides[2];
       } else {
         const int page = PAGED ? int(places[own / 256u]) : 0;
         const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + own % 256u : own;
@@ -203,7 +207,7 @@ if constexpr (COALESCED) {
       if (FRESH && next >= cached) {
         value_row = fresh_value_rows + (next - cached) * fresh_values_strides[2];
       } else if (RECENT && next >= settled) {
-        value_row = more_value_rows + (next - settled) * more_values_strides[2];
+        value_row = recent_value_rows + (next - settled) * recent_values_strides[2];
       } else {
         const int page = PAGED ? int(places[next / 256u]) : 0;
         const uint slot = PAGED ? uint(page < 0 ? -1 - page : page) * 256u + next % 256u : next;
@@ -260,8 +264,8 @@ UNROLL for (int g = 0; g < G; ++g) {
 }
 
 // kernel: tiles
-// inputs: q keys values fresh_keys fresh_values more_keys more_values places position
-// dense: places position
+// inputs: q keys values fresh_keys fresh_values recent_keys recent_values recent_from position
+// dense: recent_from position
 // outputs: partial sums
 // template: typename T, typename O, int SIMDGROUPS, int CHUNK, bool AHEAD, bool FINAL, bool FRESH, bool RECENT, int SCALE_BITS
 //
@@ -286,7 +290,7 @@ const uint part = threadgroup_position_in_grid.x / rows;
 const uint group = threadgroup_position_in_grid.y;
 REFUSE_UNLESS(
     q_strides[3] == 1 && keys_strides[3] == 1 && values_strides[3] == 1 && fresh_keys_strides[3] == 1 &&
-        fresh_values_strides[3] == 1 && more_keys_strides[3] == 1 && more_values_strides[3] == 1,
+        fresh_values_strides[3] == 1 && recent_keys_strides[3] == 1 && recent_values_strides[3] == 1,
     partial, O, index + part + group + row == 0u)
 
 const uint kv_head = group * 8u / (uint(q_shape[1]) / uint(keys_shape[1]));
@@ -295,11 +299,11 @@ const device T* key_rows = keys + kv_head * keys_strides[1];
 const device T* value_rows = values + kv_head * values_strides[1];
 const device T* fresh_key_rows = fresh_keys + kv_head * fresh_keys_strides[1];
 const device T* fresh_value_rows = fresh_values + kv_head * fresh_values_strides[1];
-const device T* more_key_rows = more_keys + kv_head * more_keys_strides[1];
-const device T* more_value_rows = more_values + kv_head * more_values_strides[1];
+const device T* recent_key_rows = recent_keys + kv_head * recent_keys_strides[1];
+const device T* recent_value_rows = recent_values + kv_head * recent_values_strides[1];
 
 const uint n = uint(keys_shape[2]);
-const uint settled = RECENT ? uint(places[0]) : 0u;
+const uint settled = RECENT ? uint(recent_from[0]) : 0u;
 const uint cached = FRESH && uint(position[0]) < n ? uint(position[0]) : n;
 const uint visible = FRESH ? cached + row + 1u : uint(position[0]) + row + 1u;
 const uint seen = FRESH || visible < n ? visible : n;
@@ -348,7 +352,7 @@ for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) 
   UNROLL for (int a = 0; a < TILES * 2; ++a) {
     const uint at = base + uint(a) * 8u + tile_r;
     key_row[a] = tile_c * 4u + row_of<RECENT>(
-                                   key_rows, keys_strides[2], more_key_rows, more_keys_strides[2], settled,
+                                   key_rows, keys_strides[2], recent_key_rows, recent_keys_strides[2], settled,
                                    fresh_key_rows, fresh_keys_strides[2], kept, at, end);
   }
   uint key[8][TILES * 2][4];
@@ -360,7 +364,7 @@ for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) 
     UNROLL for (int a = 0; a < 4; ++a) {
       const uint at = base + uint(a / 2) * 8u + tile_c + uint(a % 2);
       const device T* value_row = row_of<RECENT>(
-          value_rows, values_strides[2], more_value_rows, more_values_strides[2], settled, fresh_value_rows,
+          value_rows, values_strides[2], recent_value_rows, recent_values_strides[2], settled, fresh_value_rows,
           fresh_values_strides[2], kept, at, end);
       UNROLL for (int j = 0; j < 4; ++j) load_pairs(value_row + tile_r * 8u + j * 64, value[0][j][a]);
     }
@@ -424,7 +428,7 @@ for (uint base = first + simdgroup * STEP; base < end; base += uint(SIMDGROUPS) 
     UNROLL for (int a = 0; a < 4; ++a) {
       const uint at = base + uint(p) * 16u + uint(a / 2) * 8u + tile_c + uint(a % 2);
       value_row[a] = tile_r * 8u + row_of<RECENT>(
-                                       value_rows, values_strides[2], more_value_rows, more_values_strides[2], settled,
+                                       value_rows, values_strides[2], recent_value_rows, recent_values_strides[2], settled,
                                        fresh_value_rows, fresh_values_strides[2], kept, at, end);
     }
     UNROLL for (int j = 0; j < 4; ++j) {

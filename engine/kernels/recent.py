@@ -41,11 +41,11 @@ def update_metal(
         )
     kernel = loader.load(TOPIC)["update"]
     # What is not read is the first layer's again.
-    rest = MOST_LAYERS - layers
+    rows_of_all = [[*given, *([given[0]] * (MOST_LAYERS - layers))] for given in (keys, values)]
     (updated,) = loader.launch(
         Launch(
             kernel,
-            (recent, first, position, *keys, *keys[:1] * rest, *values, *values[:1] * rest),
+            (recent, first, position, *rows_of_all[0], *rows_of_all[1]),
             kernel.arguments(T=recent.dtype, LAYERS=layers, ROWS=rows, SIMDGROUPS=SIMDGROUPS),
             grid=(room * SIMD, planes, 1),
             threadgroup=(SIMDGROUPS * SIMD, 1, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 
 import mlx.core as mx
@@ -102,7 +103,9 @@ def paged_arguments(given: tuple, seed: int = 0) -> tuple:
     return q, paged(keys), paged(values), scale, position
 
 
-def recent_arguments(size: tuple[int, int, int, int], apart: int, dtype: mx.Dtype) -> tuple[tuple, tuple]:
+def recent_arguments(
+    size: tuple[int, int, int, int], apart: int, dtype: mx.Dtype, paged: bool = False
+) -> tuple[tuple, tuple]:
     """The variant's arguments with the last `apart` cached positions apart, and the op's that ask for the same.
 
     What is stale in the cache, and what has no position yet in the rows apart, is NaN.
@@ -120,5 +123,9 @@ def recent_arguments(size: tuple[int, int, int, int], apart: int, dtype: mx.Dtyp
         planes = mx.concatenate([mx.full(recent.shape, float("nan"), dtype), recent], axis=1)[:, kv:]
         return Recent(mx.concatenate([stored[:, :, :first], stale], axis=2), planes, mx.array([first] * 4), new)
 
-    given = (q, parted(keys, fresh[0]), parted(values, fresh[1]), scale, mx.array([before], dtype=mx.int32))
+    parts = parted(keys, fresh[0]), parted(values, fresh[1])
+    if paged:
+        _, *pages, _, _ = paged_arguments((q, *(part.stored for part in parts), scale, None))
+        parts = tuple(dataclasses.replace(part, stored=held) for part, held in zip(parts, pages))
+    given = (q, *parts, scale, mx.array([before], dtype=mx.int32))
     return given, whole

@@ -161,18 +161,20 @@ def test_pages_are_read_by_every_tile_of_every_size(tile, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tile", "size", "apart"),
+    ("tile", "size", "apart", "paged"),
     [
-        (("8", "blocks", "coalesced"), (1, 300, 2, 3), 40),
-        (("4", "chunks", "apart"), (3, 130, 1, 20), 130),
-        (("8", "blocks", "tiles"), (1, 260, 1, 3), 17),
-        (("8", "chunks", "tiles_ahead"), (2, 300, 2, 9), 45),
-        (("2", "none", "coalesced"), (8, 70, 1, 8), 0),
+        (("8", "blocks", "coalesced"), (1, 300, 2, 3), 40, False),
+        (("4", "chunks", "apart"), (3, 130, 1, 20), 130, False),
+        (("8", "blocks", "tiles"), (1, 260, 1, 3), 17, False),
+        (("8", "chunks", "tiles_ahead"), (2, 300, 2, 9), 45, False),
+        (("2", "none", "coalesced"), (8, 70, 1, 8), 0, False),
+        (("8", "blocks", "coalesced"), (1, 520, 2, 3), 40, True),
+        (("2", "chunks", "apart"), (3, 290, 1, 20), 50, True),
     ],
 )
-def test_recent_rows_are_read_between_the_cache_and_the_new_ones(tile, size, apart, monkeypatch):
-    """A position in the cache is stale from the first recent one on; new rows stand in neither."""
-    given, whole = recent_arguments(size, apart, mx.bfloat16)
+def test_recent_rows_are_read_between_the_cache_and_the_new_ones(tile, size, apart, paged, monkeypatch):
+    """A position in the cache, in pages or not, is stale from the first recent one on; new rows stand in neither."""
+    given, whole = recent_arguments(size, apart, mx.bfloat16, paged)
     monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)
     got = attention.attention_metal(*given, **settings(tile))
     assert relative_rms(got, OP.reference.run(*whole)) <= OP.tolerance["bfloat16"]

@@ -11,7 +11,7 @@ import simulator
 from simulator import Simulator
 
 from engine import generate, proof
-from engine.cache import PagedCache, RecentCache
+from engine.cache import Apart, RecentCache, RecentPages
 from engine.config import CacheConfig, DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.folded import FoldedModel
 from engine.generate import Engine
@@ -90,7 +90,7 @@ def test_a_step_is_six_launches_a_gated_delta_layer(weights, monkeypatch):
     seen.clear()
     folded.decode(1, 1)
     names = [call.kernel.name for call in seen]
-    assert len(names) == 3 * 6 + 6 + 2, names
+    assert len(names) == 1 + 3 * 6 + 6 + 3, names
     executed = {(line["op"], line["variant"]) for line in folded.executed()}
     assert {("linear", "metal"), ("experts", "metal"), ("gated_delta", "registers"), ("head", "metal")} <= executed
 
@@ -120,7 +120,7 @@ def traced(weights, monkeypatch, room: int, **fields) -> tuple[Engine, Engine]:
         return dataclasses.replace(ops, fusion=there.fusion, decode_attention=there.decode_attention)
 
     monkeypatch.setattr(mx, "compile", lambda run, **_: run)
-    monkeypatch.setattr(RecentCache, "ROOM", room)
+    monkeypatch.setattr(Apart, "ROOM", room)
     monkeypatch.setattr(generate, "bind", bound)
     monkeypatch.setattr(loader, "launch", Simulator().launch)
     return Engine(TINY, weights, plain, vocabulary=VOCABULARY), Engine(TINY, weights, config, vocabulary=VOCABULARY)
@@ -173,17 +173,19 @@ def test_a_step_writes_its_rows_in_one_launch(weights, monkeypatch):
     assert [id(array) for array in folded.cache.state["keys"]] == keys
 
 
-def test_a_folded_step_reads_pages(weights, monkeypatch):
-    """Its rows go into their pages one scatter at a time."""
+def test_rows_that_stand_apart_go_into_their_pages(weights, monkeypatch):
+    """On both sides of the seam between a pool and its extension."""
     plain, folded = traced(weights, monkeypatch, room=8, cache=CacheConfig(layout="paged"))
     made = []
     for engine in (plain, folded):
         engine.cache.reserve(256)
         engine.prefill(IDS)
-        engine.cache.seek(254)
-        made.append(engine.decode(1, 4))
-    assert made[0] == made[1] and type(folded.cache) is PagedCache
-    assert folded.ops.decode_attention.decode.name == "metal"
+        engine.cache.seek(251)
+        made.append(engine.decode(1, 9))
+    assert made[0] == made[1] and type(folded.cache) is RecentPages
+    assert folded.cache.first == 259
+    want, got = (engine.export_state()["keys"][:, :, 251:] for engine in (plain, folded))
+    assert relative_rms(got, want) < 1e-4
 
 
 @pytest.mark.parametrize("unit", ["rotary", "recent"])
