@@ -123,7 +123,7 @@ _FOLDED_STEP = (
 )
 # By name: the best experts may be kernels in which the shared expert is one more of the routed ones.
 _SEPARATE_SHARED_EXPERT = (
-    Need("experts.variant", ("best", "reference", "metal", "packed"), "mlx"),
+    Need("experts.variant", ("best", "reference", "metal", "packed", "expanded_grouped"), "mlx"),
     Need("experts.tile", ("16", "32", "64", "128"), "best"),
 )
 # By name: the best reader of pages is another one than the best reader of a contiguous cache.
@@ -588,7 +588,7 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
         "this variant does not let the tile be chosen",
     ),
     Impossible(
-        {"overlap": (True,), "experts.variant": ("reference", "metal", "packed")},
+        {"overlap": (True,), "experts.variant": ("reference", "metal", "packed", "expanded_grouped")},
         "this variant has no shared expert of its own to put beside the others",
     ),
     Impossible(
