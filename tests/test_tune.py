@@ -407,6 +407,22 @@ def test_what_no_longer_holds_is_passed_over_with_a_note(changes, holds, note, t
     assert any(note in line for line in read.notes)
 
 
+def faults(path: Path) -> list[str]:
+    """What a shipped file says that no engine could follow."""
+    told = json.loads(path.read_text(encoding="utf-8"))
+    choices = [choice for entry in told["models"].values() for choice in entry["choices"]]
+    made = [] if (told["format"], told.get("chip")) == (files.FORMAT, path.stem) else [f"it is not of {path.stem}"]
+    return made + [c["op"] for c in choices if c["op"] not in OPS or c["variant"] not in OPS[c["op"]].variants]
+
+
+def test_shipped_files_name_their_chip_and_variants_that_there_are(tmp_path):
+    assert {path.name: faults(path) for path in files.SHIPPED.glob("*.json") if faults(path)} == {}
+    path = written(tmp_path / "chip.json", "key")
+    assert faults(path) == ["it is not of chip"]
+    path.write_text(path.read_text(encoding="utf-8").replace("reference", "referees"), encoding="utf-8")
+    assert faults(path) == ["it is not of chip", "linear", "head"]
+
+
 def test_the_doctor_names_what_holds_and_what_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "USER", tmp_path)
     assert [(f.level, f.topic) for f in tuned_findings()] == [("note", "tuned")]
