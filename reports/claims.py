@@ -14,8 +14,8 @@ from sweeps.rows import RunRow
 
 DIRECTION = {
     "in": "added to everything off",
-    "claim": "on top of what was on when published",
-    "out": "removed from everything on",
+    "claim": "on top of what was on",
+    "out": "taken from everything on",
 }
 
 _UNITS = {"tokens_per_second": "tok/s", "gigabytes_per_second": "GB/s", "count": ""}
@@ -51,7 +51,7 @@ def claims(study: Study) -> Table:
         Column("claim", "claim"),
         Column("finding", "published finding"),
         Column("published", "published", text.plain, True),
-        Column("published_on", "on"),
+        Column("published_on", "on", _short_device),
         Column("phase", "phase"),
         Column("frontier", "context", text.tokens, True),
         Column("direction", "measured how"),
@@ -139,6 +139,11 @@ def _published(claim: Claim) -> str:
     return f"{text.number(claim.value)} {_UNITS[claim.quantity]}".strip()
 
 
+def _short_device(value: Any) -> str:
+    """The chip alone; its cores and memory are in the table's file and in the catalogue."""
+    return text.plain(value).split(",")[0]
+
+
 def _device(runs: Iterable[RunRow], run_ids: list[str]) -> str:
     return ", ".join(dict.fromkeys(chip_name(run) for run in runs if run.run_id in run_ids)) or text.ABSENT
 
@@ -149,7 +154,7 @@ def facts() -> Table:
         Column("name", "figure"),
         Column("finding", "what"),
         Column("published", "published", text.plain, True),
-        Column("device", "on"),
+        Column("device", "on", _short_device),
     ]
     rows = [
         {"name": c.name, "finding": c.finding, "published": _published(c), "value": c.value, "device": c.device}

@@ -55,7 +55,7 @@ def _blank(value: Any) -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    word = MARKS.get(row["word"], row["word"])
+    word = str(MARKS.get(row["word"], row["word"]))
     return f"{text.ratio(row['ratio'])} {row['interval']} {word}" if row["ratio"] is not None else word
 
 

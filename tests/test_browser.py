@@ -103,6 +103,8 @@ def test_nothing_overflows_and_the_console_is_silent(
     with Opened(browser, pages[name], width) as opened:
         assert opened.ask("document.documentElement.scrollWidth") <= width
         assert opened.ask(WIDER) == []
+        if name == "suite":
+            assert opened.ask("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('.verdicts').parentNode)")
         assert opened.troubles == []
 
 
