@@ -180,8 +180,9 @@ def test_recent_rows_are_read_between_the_cache_and_the_new_ones(tile, size, apa
     assert relative_rms(got, OP.reference.run(*whole)) <= OP.tolerance["bfloat16"]
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32])
-@pytest.mark.parametrize(("layers", "rows", "at"), [(1, 1, 7), (3, 2, 0), (10, 8, 16)])
+@pytest.mark.parametrize(
+    ("layers", "rows", "at", "dtype"), [(1, 1, 7, mx.float32), (3, 2, 0, mx.bfloat16), (10, 8, 16, mx.bfloat16)]
+)
 def test_recent_rows_are_made_anew_with_the_new_ones_in_place(layers, rows, at, dtype, monkeypatch):
     kv, room = 2, 24
     monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)

@@ -138,11 +138,11 @@ def test_rows_that_stand_apart_are_put_in_their_place_now_and_then(weights, monk
         engine.restore(mark)
         tokens += engine.decode(first, 2)
         later = engine.snapshot()
-        tokens += engine.decode(7, 2)
+        tokens += engine.decode(7, 1)
         engine.restore(later)
         tokens += engine.decode(9, 1)
         engine.prefill(IDS[:9], last=False)
-        made.append([*tokens, *engine.decode(2, 2)])
+        made.append([*tokens, *engine.decode(2, 1)])
     assert made[0] == made[1]
     assert folded.cache.first > len(IDS)
     want, got = plain.export_state(), folded.export_state()
@@ -156,7 +156,7 @@ def test_verified_drafts_stand_apart_too(weights, monkeypatch):
     scores = []
     for engine in (plain, folded):
         engine.prefill(IDS)
-        scores.append(engine.logits(IDS[:6], phase="decode"))
+        scores.append(engine.logits(IDS[:5], phase="decode"))
         assert any(line["op"] == "verify" for line in engine.executed())
     assert relative_rms(scores[1], scores[0]) < 1e-4
 
@@ -180,11 +180,11 @@ def test_rows_that_stand_apart_go_into_their_pages(weights, monkeypatch):
     for engine in (plain, folded):
         engine.cache.reserve(256)
         engine.prefill(IDS)
-        engine.cache.seek(251)
-        made.append(engine.decode(1, 9))
+        engine.cache.seek(254)
+        made.append(engine.decode(1, 4))
     assert made[0] == made[1] and type(folded.cache) is RecentPages
-    assert folded.cache.first == 259
-    want, got = (engine.export_state()["keys"][:, :, 251:] for engine in (plain, folded))
+    want, got = (engine.export_state()["keys"][:, :, 254:] for engine in (plain, folded))
+    assert folded.cache.first == 258
     assert relative_rms(got, want) < 1e-4
 
 
