@@ -52,9 +52,8 @@ def claims(study: Study) -> Table:
         Column("finding", "published finding"),
         Column("published", "published", text.plain, True),
         Column("published_on", "on", _short_device),
-        Column("phase", "phase"),
-        Column("frontier", "context", text.tokens, True),
-        Column("direction", "measured how"),
+        Column("where", "measured at"),
+        Column("direction", "how"),
         Column("ratio", "measured", text.ratio, True),
         Column("interval", "95 % interval", text.plain, True),
         Column("verdict", "verdict"),
@@ -98,6 +97,7 @@ def _rows(study: Study, claim: Claim, answers: Sequence[tuple[Result, About]]) -
             base
             | {
                 "frontier": result.frontier,
+                "where": f"{result.phase} {text.tokens(result.frontier)}",
                 "direction": "; ".join(ways),
                 "ratio": result.ratio,
                 "low": result.low,
