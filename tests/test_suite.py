@@ -47,7 +47,7 @@ def folders(requests: list[Request]) -> list[str]:
 
 
 def test_jobs_lie_beside_each_other_in_order(requests, tmp_path):
-    assert folders(requests) == ["01-packed_dequant+gpu_routing+2", "02-packed_dequant", "03-gpu_routing"]
+    assert folders(requests) == ["01-packed_dequant+gpu_routing+1", "02-ladder_prefill", "03-packed_dequant"]
     assert {r.run_dir.parent for r in requests if r.run_dir} == {tmp_path / "s"}
 
 
