@@ -329,6 +329,23 @@ def read_mtp(path: Path, config: ModelConfig) -> dict[str, mx.array]:
     return _to_mlx(inventory, arrays, {}, None, mtp=True)
 
 
+def draft_head(inventory: Inventory, dtype: mx.Dtype | None = None) -> dict[str, mx.array]:
+    """The draft head's tensors of a checkpoint, by MLX name, as they are used; unevaluated, and none if it has none.
+
+    Args:
+        dtype: cast floats to this type; None leaves them.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or experts that do not fit.
+    """
+    names = inventory.names("mtp")
+    files = {inventory.tensors[name].file for name in names}
+    opened: dict[str, Any] = {file: mx.load(str(inventory.source / file)) for file in files}
+    arrays = {name: opened[info.file][info.name] for name in names if (info := inventory.tensors[name])}
+    made = _to_mlx(inventory, arrays, {}, dtype, mtp=True)
+    return {name: a if dtype is None or a.dtype == mx.uint32 else a.astype(dtype) for name, a in made.items()}
+
+
 def parse_header(header: Any, path: Path, data_bytes: int) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """As `read_header`, for a decoded header of a file with `data_bytes` bytes after it."""
     made: dict[str, TensorInfo] = {}

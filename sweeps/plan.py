@@ -29,6 +29,7 @@ from sweeps.rows import RowError
 from sweeps.session import warm_seconds
 from sweeps.store import RETRY, Store, read_job
 from sweeps.subjects import remote
+from sweeps.subjects.base import NO_DRAFTS
 from sweeps.subjects.openai import Address
 
 STRAIGHT_CHUNKS = 4
@@ -203,6 +204,9 @@ def _arms(request: Request, asked: Builder) -> tuple[list[Arm], list[Contrast]]:
         arms.append(baseline)
     if baseline and baseline.subject == "mlx_lm":
         contrasts += [Contrast(f"{arm.name} vs {baseline.name}", arm.name, baseline.name) for arm in engine_arms]
+        if drafting := _drafting_baseline(baseline, engine_arms):
+            arms.append(drafting)
+            contrasts.append(Contrast(f"{drafting.name} vs {baseline.name}", drafting.name, baseline.name))
     # The noise of a run is that of an arm that runs.
     repeated = next((arm for arm in engine_arms if asked.refusal(arm.config) is None), engine_arms[0])
     arms.append(_again(repeated))
@@ -293,6 +297,16 @@ def _baseline(request: Request) -> Arm | None:
     return Arm(name, name, options=options, hash=_digest({"subject": name, **options}))
 
 
+def _drafting_baseline(baseline: Arm, engine_arms: list[Arm]) -> Arm | None:
+    """Where the engine drafts, MLX-LM is asked to draft too: that it cannot is a row with its reason, not a gap."""
+    names = {arm.config["speculative"]["drafter"] for arm in engine_arms} - {"off"}
+    if not names:
+        return None
+    options = {**baseline.options, "speculative": "mtp" if "mtp" in names else min(names)}
+    named = f"{baseline.name},speculative={options['speculative']}"
+    return Arm(named, baseline.subject, options=options, hash=_digest({"subject": baseline.subject, **options}))
+
+
 # -- points ------------------------------------------------------------------------------------------
 
 
@@ -335,6 +349,8 @@ class _Planner:
 
     def _impossible(self, arm: Arm) -> str | None:
         """Why an arm can run nowhere, or not on this kind of device; the code of another checkout is not known here."""
+        if "speculative" in arm.options:
+            return NO_DRAFTS
         if not arm.config or "checkout" in arm.options:
             return None
         return refusal(arm.config, self.machine.kind)
@@ -400,9 +416,13 @@ class _Planner:
     def _chunk_of(self, arm: Arm) -> int:
         return arm.config["prefill"]["chunk"] if arm.config else 2048
 
+    def _lives(self, arm: Arm) -> bool:
+        """Whether an arm holds a cache beside the others."""
+        return arm.subject not in APART and "speculative" not in arm.options
+
     def memory(self, frontier: int, arms: int | None = None) -> Memory:
         """Bytes at a frontier with the arms that are alive at once there."""
-        live = arms or (1 if self.serial else sum(arm.subject not in APART for arm in self.arms))
+        live = arms or (1 if self.serial else sum(self._lives(arm) for arm in self.arms))
         weights = self.model.weights_bytes
         processes = len({str(arm.options.get("checkout")) + str(arm.options.get("process")) for arm in self.arms})
         # Engines in processes of their own each hold the weights.

@@ -94,6 +94,15 @@ def test_an_ablation_varies_one_toggle_and_gives_both_arms_what_either_needs():
     assert ("gpu_routing=device", "gpu_routing=off") in [(c.arm, c.reference) for c in job.contrasts]
 
 
+def test_mlx_lm_is_asked_to_draft_where_the_engine_does_and_cannot():
+    job = made("ablation=speculative", "sweep=ten").job
+    asked = next(arm for arm in job.arms if arm.subject == "mlx_lm" and arm.options.get("speculative"))
+    assert asked.name == "mlx_lm,speculative=mtp"
+    assert all("cannot be trimmed" in point.skip[asked.name] for point in job.points)
+    assert ("mlx_lm,speculative=mtp", "mlx_lm") in [(c.arm, c.reference) for c in job.contrasts]
+    assert not any("speculative" in arm.options for arm in made("sweep=ten").job.arms)
+
+
 @pytest.mark.parametrize("name", [n for n in compose.options("ablation") if n != "none"])
 @pytest.mark.parametrize("engine", ["plain", "full"])
 def test_every_ablation_plans_in_both_directions(name, engine):

@@ -9,7 +9,7 @@ import pytest
 
 from ablations.arms import TOGGLES
 from engine.config import EngineConfig
-from engine.synthetic import tiny_config, write_checkpoint
+from engine.synthetic import make_weights, tiny_config, write_checkpoint
 from sweeps import toggles
 from sweeps.points import Arm, Job
 from sweeps.subjects import make, share
@@ -60,6 +60,30 @@ def test_both_run_on_the_same_arrays(shared):
     layer = held.model.layers[0].mlp.switch_mlp.down_proj
     assert layer.scales is shared.weights.tensors["model.layers.0.mlp.switch_mlp.down_proj.scales"]
     assert layer.scales.dtype == shared.dtype
+
+
+@pytest.mark.parametrize("stored", ["synthetic", True, "side"])
+def test_a_draft_head_runs_beside_mlx_lm(stored, tmp_path):
+    """MLX-LM's loader drops the head; it is read beside what is borrowed, and random weights have one if asked."""
+    if stored == "synthetic":
+        model = synthetic()
+    else:
+        weights = make_weights(CONFIG, 3, mtp=True)
+        folder = write_checkpoint(tmp_path, CONFIG, weights, mtp=stored)
+        model = {"name": "disk", "kind": "checkpoint", "path": str(folder)}
+    arms = engine_arm(speculative={"drafter": "mtp", "depth": 2}, decode={"trace": "eager"}), BASELINE
+    both = share(job(model, *arms))
+    assert both is not None
+    engine, baseline = (make(arm, job(model, *arms), both) for arm in arms)
+    made = make_weights(CONFIG, 3, mtp=True).mtp
+    head = both.weights.mtp
+    assert head is not None and made is not None and head.fc.scales is not None and head.fc.scales.dtype == both.dtype
+    assert mx.array_equal(head.fc.weight, made.fc.weight)
+    assert mx.array_equal(head.norm_hidden, made.norm_hidden.astype(both.dtype))
+    first = engine.prefill(PROMPT).next_token
+    assert first == baseline.prefill(PROMPT).next_token
+    # Five: MLX-LM scores padded ids too, and the next would be one.
+    assert engine.decode(first, 5).tokens == baseline.decode(first, 5).tokens
 
 
 def test_both_say_the_same_and_count_alike(pair):

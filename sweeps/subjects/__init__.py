@@ -30,7 +30,9 @@ def share(job: Job) -> Shared | None:
 
     if any("checkout" in arm.options for arm in job.arms):
         return SharedElsewhere(job.model, baseline="mlx_lm" in kinds)
-    return Shared(job.model, baseline="mlx_lm" in kinds)
+    # Random weights have a draft head where an arm asks for one; what else is drawn does not change with it.
+    drafts = any(arm.config.get("speculative", {}).get("drafter") == "mtp" for arm in job.arms)
+    return Shared({**job.model, **({"mtp": True} if drafts else {})}, baseline="mlx_lm" in kinds)
 
 
 def make(arm: Arm, job: Job, shared: Shared | None = None, sleep: Sleep | None = None) -> Subject:

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 
+NO_DRAFTS = "unsupported: MLX-LM refuses speculative decoding for this model: its recurrent state cannot be trimmed"
+"""Why there is no arm of MLX-LM that drafts."""
+
+
 class SubjectError(ValueError):
     """A subject that cannot be built from what the job says; the message names the thing and the fix."""
 

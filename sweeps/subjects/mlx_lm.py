@@ -29,6 +29,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from engine.config import ModelConfig
 from sweeps.subjects.base import (
+    NO_DRAFTS,
     CanonicalState,
     Decoded,
     Prefilled,
@@ -83,9 +84,7 @@ class MlxLm:
 
     def __init__(self, model: Any, config: ModelConfig, chunk: int = DEFAULT_CHUNK, speculative: str = "off"):
         if speculative != "off":
-            raise SubjectUnsupported(
-                "unsupported: MLX-LM refuses speculative decoding for this model: its recurrent state cannot be trimmed"
-            )
+            raise SubjectUnsupported(NO_DRAFTS)
         if model.training:
             raise ValueError("the mlx_lm model is in training mode: call model.eval() first")
         self.model: Any = model

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from engine.checkpoint import Inventory, inspect, load
+from engine.checkpoint import Inventory, draft_head, inspect, load
 from engine.config import GROUP_SIZE, ModelConfig
 from engine.device import activation_dtype
 from engine.synthetic import make_weights
@@ -92,7 +92,7 @@ class Shared:
     def weights(self) -> Weights:
         """The weights both sides run on, in memory, floats in `dtype` (checkpoints on a GPU: as stored).
 
-        MLX-LM drops draft heads, so weights borrowed from it have none.
+        MLX-LM drops draft heads: that of a folder is read beside what is borrowed from it.
 
         Raises:
             SubjectOutOfMemory: they do not fit.
@@ -102,7 +102,9 @@ class Shared:
                 made = Weights.from_tensors(self.config, self._random().tensors, self.dtype)
             elif self.baseline and self._loaded is not None:
                 parameters = dict(tree_flatten(self._loaded.parameters()))
-                made = Weights.from_tensors(self.config, parameters)
+                assert self.inventory is not None
+                head = draft_head(self.inventory, self.dtype if self.dtype == mx.float32 else None)
+                made = Weights.from_tensors(self.config, parameters | head)
             else:
                 made = load(self.path, self.dtype).weights
             mx.eval(made.tensors)
