@@ -16,7 +16,7 @@ from ablations.statistics import (
     paired_ratio,
 )
 from ablations.verdicts import verdict
-from sweeps import calibration
+from sweeps import calibration, toggles
 from sweeps.points import Contrast, Job, Point
 from sweeps.rows import ContrastRow, SampleRow, tokens_per_second
 from sweeps.store import RETRY
@@ -69,7 +69,7 @@ def _estimate(contrast: Contrast, here: Sequence[SampleRow], margin: float) -> t
 def _answer(job: Job, contrast: Contrast, point: Point, here: Sequence[SampleRow], margin: float) -> ContrastRow:
     estimate, lost = _estimate(contrast, here, margin)
     check = _check(contrast, here)
-    word, reason = verdict(estimate, margin, check, _unsupported(contrast, here))
+    word, reason = verdict(estimate, margin, check, _unsupported(contrast, here) or idle(job, contrast, here))
     if word == "unclear" and (estimate is None or estimate.ratio is None):
         reason = _why_nothing(contrast, here) or reason
     if word == "same" and margin > MOST_MARGIN:
@@ -114,6 +114,50 @@ def _unsupported(contrast: Contrast, here: Sequence[SampleRow]) -> str | None:
         if rows and all(row.status == "skipped" and RETRY not in row.flags for row in rows):
             return f"{name}: {rows[0].reason}"
     return None
+
+
+VISIBLE = frozenset(
+    (
+        "linear",
+        "route",
+        "experts.variant",
+        "experts.tile",
+        "decode_attention.variant",
+        "decode_attention.split",
+        "decode_attention.heads",
+        "decode_attention.lanes",
+        "prefill_attention",
+        "gated_delta",
+        "head",
+        "prefill.submission",
+        "prefill.chunk",
+        "decode.trace",
+        "decode.feedback",
+        "speculative.drafter",
+    )
+)
+"""Fields of the engine whose effect shows in what a window reports as executed."""
+
+
+def idle(job: Job, contrast: Contrast, here: Sequence[SampleRow]) -> str | None:
+    """Why a contrast compares nothing: a setting that was accepted but changed nothing that ran; None if it did.
+
+    Only where every field in which the arms differ would show: a drafter's vocabulary, say, leaves no trace there.
+    """
+    arms = {arm.name: arm for arm in job.arms}
+    sides = [arms[name] for name in (contrast.arm, contrast.reference) if name in arms]
+    apart = len(sides) < 2 or any(arm.subject != "engine" or arm.options or not arm.config for arm in sides)
+    if apart or sides[0].hash == sides[1].hash:
+        return None
+    differing = toggles.differing(sides[0].config, sides[1].config)
+    ran = [
+        {(e["op"], e["variant"], str(e.get("tile"))) for row in here if row.arm == arm.name for e in row.executed}
+        for arm in sides
+    ]
+    if not differing or set(differing) - VISIBLE or not ran[0] or ran[0] != ran[1]:
+        return None
+    said = ", ".join(f"{name}={value}" for name, value in differing.items())
+    return f"{said} changed nothing here: both arms executed the same, so their ratio would be noise"
 
 
 def _why_nothing(contrast: Contrast, here: Sequence[SampleRow]) -> str | None:
