@@ -328,7 +328,7 @@ def _check(op: Op, variant: Variant, kind: str, everything: bool) -> VariantRepo
     reason = variant.supports(None, kind)
     if reason is not None:
         return VariantReport(op.name, variant.name, supported=False, reason=reason)
-    if kind != "cpu" and variant.supports(None, "cpu") is not None:
+    if kind != "cpu" and proof.for_a_gpu(variant):
         # Ours: the answer is what engines go by from now on.
         kept = proof.verdict(op.name, variant.name, again=True)
         if kept.reason or not everything:

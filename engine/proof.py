@@ -1,7 +1,7 @@
 """Whether our kernels compile and compute right on this machine: each is tried once, at first use, and the answer kept.
 
 A kernel that was never seen by this machine's compiler is a claim. Before an engine binds a variant of our own it is
-run on its op's smallest cases against the reference; `UNITS` are what belongs to no single op, and the whole compiled
+run on its op's smallest cases, and the smallest of a prefill, against the reference; `UNITS` are what belongs to no single op, and the whole compiled
 step. One that fails is refused by name, with the compiler's message, and everything else still runs. Answers are kept
 in `FOLDER` by chip, version of MLX and identity of the code, so that a change of any of them asks again.
 """
@@ -25,7 +25,7 @@ from engine.device import activation_dtype, device_kind
 from engine.kernels import attention, recent, rotary
 from engine.kernels.loader import KernelError
 from engine.ops import OPS, relative_rms, selftest
-from engine.ops.registry import Case, Op, Variant
+from engine.ops.registry import DECODE_ROWS, Case, Op, Variant
 from engine.ops.selftest import case_error
 from engine.pages import Recent
 
@@ -60,14 +60,19 @@ _UNFINISHED = "the process ended during its self-test; `python -m engine doctor`
 def refusal(part: str, name: str) -> str | None:
     """Why a variant of an op, or ``("unit", name)``, is not to be used on this machine; None if it may.
 
-    Only what needs a GPU is asked about; the trial runs if no answer is kept.
+    Only kernels of a GPU are asked about; the trial runs if no answer is kept.
     """
     if device_kind() == "cpu":
         return None
-    if part != "unit" and OPS[part].variants[name].supports(None, "cpu") is None:
+    if part != "unit" and not for_a_gpu(OPS[part].variants[name]):
         return None
     reason = verdict(part, name).reason
     return f"its self-test failed here, {reason}" if reason else None
+
+
+def for_a_gpu(variant: Variant) -> bool:
+    """Whether a variant needs a GPU, or is a kernel with tiles there and something else on a CPU."""
+    return bool(variant.tiles) or variant.supports(None, "cpu") is not None
 
 
 def verdict(part: str, name: str, again: bool = False) -> Verdict:
@@ -87,11 +92,15 @@ def _trial(part: str, name: str) -> Verdict:
         op = OPS[part]
         device, variant = device_kind(), op.variants[name]
         cases = [case for case in op.cases if variant.supports(case, device) is None]
-        cases = sorted(cases, key=op.least_flops)[:SMALL_CASES]
+        cases = sorted(cases, key=op.least_flops)
+        # Many rows may take other kernels of the variant than few.
+        many = next((case for case in cases[SMALL_CASES:] if case.sizes.get("rows", 0) > DECODE_ROWS), None)
+        cases = [*cases[:SMALL_CASES], *([many] if many is not None else [])]
         test = selftest(op, variant, device, activation_dtype(), cases)
         # Metal compiles an instance in a moment; CUDA takes seconds for each, and has the default ones only tried.
         points = variant.points[1:] if device == "metal" and cases else ()
-        reason = test.error or next(filter(None, (_point(op, variant, cases[0], point) for point in points)), "")
+        tried = (_point(op, variant, case, point) for point in points for case in (cases[0], cases[-1]))
+        reason = test.error or next(filter(None, tried), "")
         return Verdict(reason, test.worst, test.cases)
     try:
         worst = UNITS[name]()

@@ -49,7 +49,7 @@ def ops() -> str:
     rows = ["| op | what it computes | variants | first choice |", "|---|---|---|---|"]
     for op in registry():
         variants = " ".join(_variant(one) for one in op["variants"])
-        rows.append(f"| `{op['name']}` | {_cell(op['summary'])} | {variants} | {_first(op['first'])} |")
+        rows.append(f"| `{op['name']}` | {_cell(op['summary'])} | {variants} | {_first(op['first'], op['far'])} |")
     return "\n".join(rows)
 
 
@@ -60,12 +60,14 @@ def _variant(one: dict[str, Any]) -> str:
     return f"`{one['name']}`{where}"
 
 
-def _first(first: dict[str, dict[str, str]]) -> str:
+def _first(first: dict[str, dict[str, str]], far: dict[str, list[Any]]) -> str:
     """First choices by device, decode and prefill apart where they differ; devices that agree share an entry."""
     said: dict[str, list[str]] = {}
     for device, name in DEVICES.items():
         decode, prefill = first[device]["decode"], first[device]["prefill"]
         words = f"`{decode}`" if decode == prefill else f"`{decode}`, prefill `{prefill}`"
+        if device in far:
+            words += ", past {:,} positions `{}`".format(*far[device])
         said.setdefault(words, []).append(name)
     if len(said) == 1:
         return next(iter(said))

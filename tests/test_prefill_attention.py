@@ -45,5 +45,11 @@ def test_room_for_scores_does_not_grow_with_rows_times_positions(monkeypatch):
 
 
 def test_cuda_where_mlx_keeps_all_scores_takes_tiles():
-    """MLX's fused kernel ends at a head dim of 128 there."""
-    assert bind(EngineConfig(), "cuda").prefill_attention.prefill.name == "tiled"
+    """MLX's fused kernel ends at a head dim of 128 there. Past 8192 positions ours is slower than products."""
+    bound, named = (bind(EngineConfig(prefill_attention=name), "cuda").prefill_attention for name in ("best", "metal"))
+
+    def at(positions: int) -> tuple[str, str]:
+        given = (None, mx.zeros((1, 1, positions, 1)))
+        return bound.pick(512, given)[0].name, named.pick(512, given)[0].name
+
+    assert [at(512), at(8192), at(8193)] == [("metal", "metal"), ("metal", "metal"), ("tiled", "metal")]

@@ -66,6 +66,15 @@ def test_every_instance_of_a_kernel_is_tried_on_metal(monkeypatch):
     assert reason is not None and "'lanes': 'tiles'" in reason and MESSAGE in reason
 
 
+def test_kernels_of_many_rows_are_tried_even_where_few_rows_take_none(monkeypatch):
+    monkeypatch.setattr(loader, "launch", wrong)
+    monkeypatch.setattr("engine.ops.gated_delta.device_kind", lambda: "metal")
+    monkeypatch.setattr(proof, "activation_dtype", lambda: mx.bfloat16)
+    reason = proof.refusal("gated_delta", "chunked")
+    assert reason is not None and "exceeds" in reason
+    assert bind(EngineConfig(), "cuda", refuses=proof.refusal).gated_delta.prefill.name == "products"
+
+
 def test_the_rest_still_run(monkeypatch):
     """``best`` passes over what failed, in the declared order, in a tuned file and in fusion."""
     monkeypatch.setattr(loader, "launch", reject)

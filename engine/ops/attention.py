@@ -224,7 +224,9 @@ def _case(rows: int, n: int, kv: int = 2, at: int = -1) -> Case:
     return Case(f"{rows}over{n}kv{kv}" + (f"at{at}" if at >= 0 else ""), {"rows": rows, "n": n, "kv": kv, "at": at})
 
 
-def _op(name: str, summary: str, variants: tuple[Variant, ...], cases: tuple[Case, ...], order: Any) -> Op:
+def _op(
+    name: str, summary: str, variants: tuple[Variant, ...], cases: tuple[Case, ...], order: Any, far: Any = None
+) -> Op:
     return declare(
         Op(
             name=name,
@@ -235,6 +237,7 @@ def _op(name: str, summary: str, variants: tuple[Variant, ...], cases: tuple[Cas
             timing=getattr(geometry, name),
             context=lambda q, keys, *_: keys.shape[2],
             order=order,
+            far=far or {},
             tolerance={"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3},
             least_bytes=lambda c: 2 * 256 * (2 * c["kv"] * c["n"] + 2 * 8 * c["kv"] * c["rows"]),
             least_flops=lambda c: 4 * 256 * 8 * c["kv"] * c["n"] * c["rows"],
@@ -312,6 +315,8 @@ PREFILL_ATTENTION = _op(
         ),
     ),
     (_case(9, 9), _case(70, 70), _case(33, 150), _case(300, 300, kv=1), _case(257, 700)),
-    # MLX's fused kernel for CUDA ends at a head dim of 128; past it all scores are kept at once.
-    same_order(("mlx",), cuda_prefill=("tiled",), cpu_prefill=("tiled",)),
+    # MLX's fused kernel for CUDA ends at a head dim of 128; past it all scores are kept at once. For what ours takes
+    # there, and from where products of tiles of rows take less, see `engine.kernels.attention_prefill`.
+    same_order(("mlx",), cuda_prefill=("metal", "tiled"), cpu_prefill=("tiled",)),
+    far={("cuda", "prefill"): (8192, "tiled")},
 )

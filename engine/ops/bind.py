@@ -20,6 +20,7 @@ class BoundOp:
     Attributes:
         free: ``best`` was asked for, so `tuned` decides where it speaks. tuned: what was measured on this chip; of a
             named variant it gives the settings alone.
+        far: past so many positions that variant runs many rows, where nothing is tuned (see `Op.far`).
     """
 
     op: Op
@@ -30,6 +31,7 @@ class BoundOp:
     decode_rows: int = DECODE_ROWS
     free: bool = False
     tuned: tuple[Choice, ...] = ()
+    far: tuple[int, Variant] | None = None
 
     def __call__(self, *arguments: Any, rows: int) -> Any:
         """Run the variant for `rows` new rows and count the call."""
@@ -52,6 +54,8 @@ class BoundOp:
                 # Its own rule was timed where no tile is named; the record is to say which that is.
                 settings = variant.settled(arguments, settings)
             return variant, settings, "tuned"
+        if phase == "prefill" and self.far is not None and context is not None and context > self.far[0]:
+            variant = self.far[1]
         settings: dict[str, Any] = {}
         if arguments:
             settings = variant.settled(arguments, {name: self.settings[name] for name in variant.settings})
@@ -152,6 +156,10 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None, refuses:
         op = OPS[name]
         decode = op.choose(wanted, device, "decode", paged, refuses)
         prefill = op.choose(told or wanted, device, "prefill", paged, refuses)
+        far = None
+        if wanted == "best" and not paged and (device, "prefill") in op.far:
+            positions, variant = op.far[device, "prefill"]
+            far = positions, op.choose(variant, device, "prefill")
         return BoundOp(
             op,
             decode,
@@ -161,6 +169,7 @@ def bind(config: EngineConfig, device: str, tuned: Tuned | None = None, refuses:
             op.decode_rows.get(device, DECODE_ROWS),
             wanted == "best",
             measured.get(name, ()),
+            far,
         )
 
     attention = config.decode_attention

@@ -1,6 +1,7 @@
 """The registry as JSON on stdout, for readers that do not import MLX: `python -m engine.ops.describe`.
 
-One object an op: name, summary, its variants with the kinds of device that they run on, and which come first there.
+One object an op: name, summary, its variants with the kinds of device that they run on, which come first there,
+and past how many positions another one does in prefill.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def describe() -> list[dict[str, Any]]:
             "summary": op.summary,
             "variants": [_variant(variant) for variant in op.variants.values()],
             "first": {device: {phase: _first(op, device, phase) for phase in _PHASES} for device in DEVICES},
+            "far": {device: op.far[device, "prefill"] for device in DEVICES if (device, "prefill") in op.far},
         }
         for op in OPS.values()
     ]

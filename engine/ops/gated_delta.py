@@ -410,12 +410,13 @@ GATED_DELTA = declare(
         ),
         inputs=_inputs,
         timing=geometry.gated_delta,
-        # Off Metal MLX's op runs at 5 tokens per millisecond and layer. On a CPU a single row is cheaper as elementwise
+        # Off Metal MLX's op runs at 5 tokens per millisecond and layer (our kernels: see
+        # `engine.kernels.gated_delta_prefill`). On a CPU a single row is cheaper as elementwise
         # passes than as 32 small matrix-vector products.
         order=same_order(
             ("mlx", "chunked"),
-            cuda_decode=("chunked",),
-            cuda_prefill=("products",),
+            cuda_decode=("chunked", "products"),
+            cuda_prefill=("chunked", "registers", "products"),
             cpu_decode=("recurrence",),
             cpu_prefill=("chunked",),
         ),

@@ -108,6 +108,7 @@ class Op:
         decode_rows: most rows that take the decode order, where it is fewer than `DECODE_ROWS` on a device kind.
         timing: the cases to time for a model, at so many new rows of which the last sees so many positions.
         context: positions that a call sees, from its arguments, where its time depends on them.
+        far: by (device kind, phase) a number of positions and the variant that comes first past it.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Op:
     decode_rows: Mapping[str, int] = field(default_factory=dict)
     timing: Callable[[ModelConfig, int, int], tuple[Case, ...]] = untimed
     context: Callable[..., int] | None = None
+    far: Mapping[tuple[str, Phase], tuple[int, str]] = field(default_factory=dict)
 
     @property
     def reference(self) -> Variant:

@@ -51,7 +51,7 @@ def test_a_named_tile_runs_in_prefill_and_is_recorded():
         assert (variant.name, settings) == ("packed", {"tile": "32x256"})
         assert "tile" not in experts.pick(1, arguments)[1]
     variant, settings, _ = bound("best", "packed").experts.pick(37, arguments)
-    assert (variant.name, settings) == ("packed", {"tile": "16"})
+    assert (variant.name, settings) == ("packed", {"tile": "32x256"})
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_a_tile_that_cannot_be_honoured_is_refused_by_name(tile, variant, messag
 
 
 def test_the_best_tile_follows_the_rows_of_an_expert():
-    assert [kernels.tile_for_experts("best", rows * 8, 256) for rows in (1, 341, 342, 512, 1024, 2048, 8192)] == [
-        *("16", "16", "32", "32", "64", "128", "128")
+    assert [kernels.tile_for_experts("best", rows * 8, 256) for rows in (1, 512, 1024, 1025, 2048, 8192)] == [
+        *("32x256", "32x256", "32x256", "64", "64", "64")
     ]
     assert kernels.tile_for_experts("64x256", 8, 256) == "64x256"
     assert [kernels.tile_for_rows("best", rows, 4096) for rows in (1, 16, 64, 512, 8192)] == [
-        *("16", "16", "64", "64", "128")
+        *("16", "16", "64", "64", "64")
     ]
     with pytest.raises(KernelError, match="no tile 48; there are 16, "):
         kernels.tile_for_rows("48", 9, 64)
