@@ -649,11 +649,13 @@ class Engine:
     def speculation(self) -> dict[str, Any] | None:
         """What drafting did since the last reset (`Counts`), or None without a drafter.
 
-        ``costs`` says where its costs come from: ``"given"``, ``"tuned"``, or ``"untuned"`` for a guess.
+        ``costs`` and ``draft_cost`` say where the costs of rows and of drafts come from: ``"given"``, ``"tuned"``, or
+        ``"untuned"`` for a guess.
         """
         if self.speculator is None:
             return None
-        return self.speculator.counts.to_dict() | {"costs": self.speculator.costs_from}
+        told = {"costs": self.speculator.costs_from, "draft_cost": self.speculator.draft_from}
+        return self.speculator.counts.to_dict() | told
 
     def chosen(self) -> dict[str, str]:
         """Variant by op, and how a step is traced."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,6 +91,21 @@ different weights, so a row more is far from free. That of a CPU was measured on
 
 DRAFT_COST = {"mtp": 1.0, "ngram": 0.0, "model": 2.0}
 """The guessed cost of a draft by drafter, as a multiple of `Costs.draft`."""
+
+
+def draft_cost(measured: Mapping[str, float], name: str, draft_vocab: int, vocabulary: int) -> float | None:
+    """What a draft of drafter `name` was measured to cost, in passes of one row; None if it was not.
+
+    A trimmed vocabulary that was not measured itself lies on the line through the two that were (``mtp`` and
+    ``mtp/N``): what is trimmed is one product.
+    """
+    whole = measured.get(name)
+    kept = [(int(key.partition("/")[2]), cost) for key, cost in measured.items() if key.startswith(f"{name}/")]
+    if whole is None or not kept or not 0 < draft_vocab < vocabulary:
+        return whole
+    size, cost = min(kept, key=lambda point: abs(point[0] - draft_vocab))
+    slope = (whole - cost) / (vocabulary - size) if vocabulary > size else 0.0
+    return max(0.0, whole - slope * (vocabulary - draft_vocab))
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
@@ -764,7 +779,7 @@ class Speculator:
 
     Args:
         draft: the second engine of drafter ``model``. costs: None takes what was tuned for this chip, else a
-            guess (`costs_from` says which).
+            guess (`costs_from` and, for the drafts, `draft_from` say which).
         frequent: ids by falling frequency, of which ``draft_vocab`` takes the first; None takes the tokenizer's own
             order, in which byte-pair merges, learned most frequent first, stand.
 
@@ -782,14 +797,9 @@ class Speculator:
         self.engine = engine
         self.config: SpeculativeConfig = engine.engine.speculative
         name = self.config.drafter
-        self.costs_from = "given"
+        self.costs_from = self.draft_from = "given"
         if costs is None:
-            guess, measured = GUESSED[engine.device], engine.tuned.costs
-            self.costs_from = "tuned" if measured else "untuned"
-            costs = dataclasses.replace(guess, draft=guess.draft * DRAFT_COST[name])
-            if measured:
-                costs = dataclasses.replace(costs, **{key: measured[key] for key in ("replay", "states")})
-                costs = dataclasses.replace(costs, rows=tuple(measured["rows"]))
+            costs = self._measured(name)
         self.drafter = self._drafter(name, draft, frequent)
         rollback = self._rollback(costs)
         self.costs = costs.taking_back_by(rollback)
@@ -805,6 +815,20 @@ class Speculator:
         self._misses = 0
         self._forced = None if self.config.force == "none" else float(self.config.force)
         self._coins = np.random.default_rng(0)
+
+    def _measured(self, name: str) -> Costs:
+        """Costs of the tuned file; a guess where it says nothing, and `costs_from` and `draft_from` say so."""
+        guess, measured = GUESSED[self.engine.device], self.engine.tuned.costs or {}
+        found = draft_cost(
+            measured.get("draft") or {}, name, self.config.draft_vocab, self.engine.model.weights.lm_head.shape[0]
+        )
+        self.costs_from = "tuned" if measured else "untuned"
+        self.draft_from = "untuned" if found is None else "tuned"
+        costs = dataclasses.replace(guess, draft=guess.draft * DRAFT_COST[name] if found is None else found)
+        if not measured:
+            return costs
+        costs = dataclasses.replace(costs, **{key: measured[key] for key in ("replay", "states")})
+        return dataclasses.replace(costs, rows=tuple(measured["rows"]))
 
     def _drafter(self, name: str, draft: Engine | None, frequent: Sequence[int] | None) -> Drafter:
         engine = self.engine

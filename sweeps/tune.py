@@ -83,17 +83,19 @@ FUSIONS = (
     *((fusion, trace) for fusion in FUSED for trace in TRACES if trace not in ("eager", "layer")),
 )
 """(fusion, trace) of whole steps; the first stands in place without a file."""
-STEP, COSTS, RULE = "step", "costs", "its own rule"
+STEP, COSTS, DRAFTS, RULE = "step", "costs", "drafts", "its own rule"
 FOLDED = tuple(f"step.{kernel}" for kernel in TILES)
-WHOLE = (STEP, *FOLDED, COSTS)
-"""Comparisons of whole steps: fusion and trace, tiles of the kernels of a fused one, and rows."""
+WHOLE = (STEP, *FOLDED, COSTS, DRAFTS)
+"""Comparisons of whole steps: fusion and trace, tiles of the kernels of a fused one, rows, and drafts."""
 TAKEN_BACK = 4
-"""Rows of the verification that shows what taking rows back costs."""
+"""Rows of the verification that shows what taking rows back costs, and what drafts cost."""
+TRIMMED = 32_768
+"""Tokens of a trimmed draft vocabulary."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A comparison: an op at a point, or ``step`` or ``costs`` of a whole one."""
+    """A comparison: an op at a point, or ``step``, ``costs`` or ``drafts`` of a whole one."""
 
     op: str
     phase: Phase = "decode"
@@ -143,7 +145,7 @@ def tune(overrides: Sequence[str], clock: Clock | None = None) -> int:
     with environment.awake(), device_lock(environment.runtime_dir(), device, "tune", wait=request.wait):
         clock = clock or SystemClock()
         start = clock.now_ns()
-        shared = Shared(model.to_dict(), baseline=False)
+        shared = Shared(model.to_dict() | {"mtp": True}, baseline=False)
         tuner = Tuner(shared.config, shared.weights, model.name, folder, clock, request.seed)
         left = tuner.run(start + round(budget * 1e9))
     if left:
@@ -296,6 +298,8 @@ class Tuner:
             made = self._tiles(cell, refused, known)
         elif cell.op == COSTS:
             made = self._costs(refused, known)
+        elif cell.op == DRAFTS:
+            made = self._drafts(refused, known)
         else:
             made = self._op(cell, refused, known)
         # What was compiled holds its inputs until it is collected.
@@ -498,7 +502,6 @@ class Tuner:
         return {"base": RULE, "calls": 1, "contenders": _rows(contenders, timings)}
 
     def _costs(self, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
-        chosen = self.tuned(known)
         drafting = SpeculativeConfig(drafter="ngram", depth=DECODE_ROWS - 1)
         contenders: dict[str, Contender] = {}
 
@@ -506,10 +509,7 @@ class Tuner:
             contenders[label] = Contender(label, {"what": label}, work)
 
         try:
-            how: dict[str, Any] = {"fusion": chosen.fusion or FUSIONS[0][0], "trace": chosen.trace or FUSIONS[0][1]}
-            engine = self._engine(known, **how)
-            # Drafts are verified by no other trace.
-            how["trace"] = how["trace"] if how["trace"] in ("eager", "layer") else "step"
+            engine, how = self._plain(known)
             replay, states = (
                 self._engine(known, dataclasses.replace(drafting, rollback=way), **how) for way in ("replay", "states")
             )
@@ -524,6 +524,38 @@ class Tuner:
         timings = self._timed(contenders, "plain", refused, passes=STEPS[self.kind] // 2, everyone=True)
         return {"base": "plain", "calls": 1, "contenders": _rows(contenders, timings)}
 
+    def _plain(self, known: Mapping[str, Any]) -> tuple[Engine, dict[str, Any]]:
+        """An engine that decodes as chosen so far, and the fusion and trace of one that verifies drafts."""
+        chosen = self.tuned(known)
+        how: dict[str, Any] = {"fusion": chosen.fusion or FUSIONS[0][0], "trace": chosen.trace or FUSIONS[0][1]}
+        engine = self._engine(known, **how)
+        # Drafts are verified by no other trace.
+        return engine, {**how, "trace": how["trace"] if how["trace"] in ("eager", "layer") else "step"}
+
+    def _drafts(self, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
+        """Rounds of drafts and their verification beside verifications of as many rows alone."""
+        depth = TAKEN_BACK - 1
+        wanted = {"ngram": SpeculativeConfig("ngram", depth, force="1")}
+        if self.weights.mtp is not None:
+            wanted["mtp"] = SpeculativeConfig("mtp", depth, force="1")
+            if self.config.vocab_size > TRIMMED:
+                wanted[f"mtp/{TRIMMED}"] = SpeculativeConfig("mtp", depth, TRIMMED, force="1")
+        contenders: dict[str, Contender] = {}
+        try:
+            engine, how = self._plain(known)
+            contenders["plain"] = Contender("plain", {"what": "plain"}, _decoding(engine))
+            for name, drafting in wanted.items():
+                engine = self._engine(known, drafting, **how)
+                label = f"rows {TAKEN_BACK}"
+                if label not in contenders:
+                    work = _verifying(engine, TAKEN_BACK, TAKEN_BACK)
+                    contenders[label] = Contender(label, {"what": label}, work)
+                contenders[name] = Contender(name, {"what": name}, _drafting(engine))
+        except Exception as error:
+            refused.append({"what": DRAFTS, "message": _message(error)})
+        timings = self._timed(contenders, "plain", refused, passes=STEPS[self.kind] // 2, everyone=True)
+        return {"base": "plain", "calls": 1, "contenders": _rows(contenders, timings)}
+
     # -- what was decided ------------------------------------------------------------------
 
     def tuned(self, known: Mapping[str, Mapping[str, Any]]) -> Tuned:
@@ -534,10 +566,12 @@ class Tuner:
     def entry(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """What the tuned file says of this geometry: choices, step and costs, refusals, and what was not measured."""
         rows = [(cell, known[key]) for cell in self.cells if (key := self.key(cell)) in known]
-        choices, step, folded = [], {}, {}
+        choices, step, folded, drafts = [], {}, {}, {}
         for cell, row in rows:
             if cell.op == COSTS:
                 step |= {"costs": made} if (made := _costs_of(row)) else {}
+            elif cell.op == DRAFTS:
+                drafts = _drafts_of(row)
             elif row["contenders"]:
                 made = self._choice(cell, row)
                 if cell.op == STEP:
@@ -546,6 +580,8 @@ class Tuner:
                     folded[cell.op.removeprefix("step.")] = made
                 elif made:
                     choices.append(made)
+        if "costs" in step:
+            step["costs"] |= {"draft": drafts}
         if tiles := {kernel: made["settings"] for kernel, made in folded.items() if made["settings"]}:
             step |= {"folded": tiles}
         if folded:
@@ -653,6 +689,27 @@ def _verifying(engine: Engine, rows: int, kept: int) -> Work:
         mx.eval(engine.cache.arrays())
 
     return work
+
+
+def _drafting(engine: Engine) -> Work:
+    """So many rounds of drafts that are all kept."""
+    mark = engine.snapshot()
+
+    def work(passes: int) -> None:
+        engine.restore(mark)
+        engine.decode(5, passes * TAKEN_BACK)
+
+    return work
+
+
+def _drafts_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """One drafted token by drafter (``mtp/N``: of a vocabulary of N), in passes of one row; what failed is left out."""
+    ns = {c["label"]: _timing(c).median for c in row["contenders"]}
+    alone = ns.pop(f"rows {TAKEN_BACK}", None)
+    plain = ns.pop("plain", None)
+    if not alone or not plain:
+        return {}
+    return {name: round(max(0.0, took - alone) / plain / (TAKEN_BACK - 1), 4) for name, took in ns.items()}
 
 
 def _costs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:

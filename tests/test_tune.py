@@ -24,14 +24,14 @@ from engine.generate import Engine
 from engine.kernels import loader
 from engine.ops import OPS, bind
 from engine.ops.choice import Choice, Tuned, nearest
-from engine.speculative import GUESSED
+from engine.speculative import GUESSED, draft_cost
 from engine.synthetic import make_weights, tiny_config
 from sweeps import compose, forecast, models, plan
 from sweeps.bench import Bench, Timing, winner
 from sweeps.clock import ManualClock, SystemClock
 from sweeps.compose import UsageError
 from sweeps.guard import elsewhere, paths, same_path
-from sweeps.tune import COSTS, RULE, STEP, Cell, Tuner, tune
+from sweeps.tune import COSTS, DRAFTS, RULE, STEP, Cell, Tuner, tune
 
 CONFIG = tiny_config(max_position_embeddings=1024)
 POINTS = [(name, variant.name) for name, op in OPS.items() for variant in op.variants.values()]
@@ -43,7 +43,7 @@ Cost = Callable[[str, Mapping[str, Any]], int]
 
 @pytest.fixture(scope="module")
 def weights():
-    return make_weights(CONFIG, dtype=mx.float32)
+    return make_weights(CONFIG, dtype=mx.float32, mtp=True)
 
 
 @pytest.fixture
@@ -467,7 +467,17 @@ def test_costs_of_several_rows_are_read_and_guessed_without_a_file(weights):
     costs = {"rows": [1, *range(2, 9)], "replay": 0.5, "states": 0.1}
     read = Engine(CONFIG, weights, config, dtype=mx.float32, tuned=Tuned(costs=costs))
     assert read.speculator is not None and read.speculator.costs.rows == (1, *range(2, 9))
-    assert (read.speculation() or {})["costs"] == "tuned"
+    assert (read.speculation() or {})["costs"] == "tuned" and (read.speculation() or {})["draft_cost"] == "untuned"
+    told = Engine(CONFIG, weights, config, dtype=mx.float32, tuned=Tuned(costs=costs | {"draft": {"ngram": 0.03}}))
+    assert told.speculator is not None and told.speculator.costs.draft == 0.03
+    assert (told.speculation() or {})["draft_cost"] == "tuned"
+
+
+def test_a_trimmed_draft_vocabulary_costs_what_lies_between():
+    measured = {"mtp": 0.3, "mtp/1000": 0.1, "ngram": 0.01}
+    assert [draft_cost(measured, "mtp", n, 3000) for n in (0, 3000, 1000)] == [0.3, 0.3, pytest.approx(0.1)]
+    assert draft_cost(measured, "mtp", 2000, 3000) == pytest.approx(0.2)
+    assert draft_cost(measured, "model", 0, 3000) is None and draft_cost({"mtp": 0.2}, "mtp", 100, 3000) == 0.2
 
 
 def test_a_run_begun_before_tuning_is_not_gone_on_with_after_it(tmp_path, monkeypatch):
@@ -558,13 +568,14 @@ def test_whole_steps_and_their_costs_are_measured(weights, tmp_path, monkeypatch
     monkeypatch.setattr("sweeps.tune.STEPS", {"cpu": 2})
     monkeypatch.setattr("sweeps.bench.FINAL_ROUNDS", 3)
     made = Tuner(CONFIG, weights, "tiny", tmp_path, SystemClock(), dtype=mx.float32)
-    made.__dict__["cells"] = [cell for cell in made.cells if cell.op in (STEP, COSTS)]
+    made.__dict__["cells"] = [cell for cell in made.cells if cell.op in (STEP, COSTS, DRAFTS)]
     assert made.run(FOREVER) == []
     entry = made.entry(made.known())
     step = entry["step"]
     assert (step["fusion"], step["trace"]) == ("off", "eager")
     assert any(r["op"] == STEP and "not on a CPU" in r["message"] for r in entry["refused"])
     assert len(step["costs"]["rows"]) == 8 and step["costs"]["rows"][0] == 1 and min(step["costs"]["rows"]) > 0
+    assert step["costs"]["draft"].keys() == {"ngram", "mtp"} and step["costs"]["draft"]["mtp"] > 0
 
 
 @pytest.mark.parametrize("word", ["frontiers=[256]", "engine=mlx", "toggle.fusion=off"])

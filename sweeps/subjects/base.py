@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-
 NO_DRAFTS = "unsupported: MLX-LM refuses speculative decoding for this model: its recurrent state cannot be trimmed"
 """Why there is no arm of MLX-LM that drafts."""
 
