@@ -373,7 +373,25 @@ class PointGuard:
         first = (failed or checks or [{}])[0]
         # The one that decides, and with it what else the arm was held against: a report shows all of them.
         others = [check for check in checks if check is not first]
+        held = {check["figures"].get("reference") for check in checks}
+        if first and arm.subject == "engine" and "mlx_lm" not in held and self._shows_mlx_lm():
+            others.append(self._once(arm, "mlx_lm", phase, lambda: self._beside_mlx_lm(arm, phase)))
         return first | {"also": others} if others else first
+
+    def _shows_mlx_lm(self) -> bool:
+        """Whether arms are set beside MLX-LM where it is no arm of the job: on a CPU that takes too long."""
+        from engine.device import device_kind
+
+        return device_kind() != "cpu"
+
+    def _beside_mlx_lm(self, arm: Arm, phase: Phase) -> Check:
+        """The arm beside MLX-LM over a few positions: for the reader, it decides nothing and breaks nothing."""
+        baseline = Arm("mlx_lm", "mlx_lm", hash="mlx_lm")
+        scope = replace(self.scope, positions=Thresholds().min_positions, contexts=self.scope.contexts[:1])
+        try:
+            return self._logits(arm, baseline, phase, scope)
+        except Exception as error:
+            return Check("logits", False, f"not compared: {error}", {"reference": baseline.name})
 
     def _original(self, arm: Arm) -> Arm | None:
         """The arm that an A/A arm repeats or a slowed arm slows: a copy computes what its original does."""
@@ -441,11 +459,11 @@ class PointGuard:
             subject.close()
         return _with(check, phase=phase)
 
-    def _logits(self, arm: Arm, reference: Arm, phase: Phase) -> Check:
+    def _logits(self, arm: Arm, reference: Arm, phase: Phase, scope: Scope | None = None) -> Check:
         from sweeps.subjects import make
 
         assert self.shared is not None
-        scope, subjects = self.scope, []
+        scope, subjects = scope or self.scope, []
         try:
             subjects = [make(one, self.job, self.shared) for one in (arm, reference)]
             chunk = int(subjects[0].describe().get("chunk") or 2048)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map_with_path
 
+from ablations.guard import Check
 from engine.config import EngineConfig
 from engine.synthetic import tiny_config, write_checkpoint
 from sweeps import baseline
@@ -102,6 +103,26 @@ def test_trained_weights_are_checked_by_their_logits_against_the_contrasts_refer
         assert check["figures"]["contexts"] == ([8] if phase == "decode" else [0])
         assert check["figures"]["first_192"]["kl_mean"] == check["figures"]["kl_mean"]
         assert made["aa"] == check
+
+
+def test_what_else_an_arm_was_held_against_goes_along_and_the_worst_decides(checkpoint, monkeypatch):
+    """One reference of two, and MLX-LM where it is no arm: a report shows all, the first that failed blocks."""
+    arms = [engine_arm("a", hash="a"), engine_arm("b", hash="b"), engine_arm("c", hash="c")]
+    contrasts = [Contrast("1", "c", "a"), Contrast("2", "c", "b")]
+    guard = guard_for(checkpoint, job(checkpoint.spec, arms, contrasts))
+    monkeypatch.setattr(PointGuard, "_shows_mlx_lm", lambda self: True)
+
+    def logits(self, arm, reference, phase, scope=None):
+        if reference.name == "mlx_lm":
+            raise RuntimeError("no memory")
+        return Check("logits", reference.name == "a", "", {"reference": reference.name})
+
+    monkeypatch.setattr(PointGuard, "_logits", logits)
+    monkeypatch.setattr(PointGuard, "_anchored", lambda self, arm, phase: Check("logits", True, "", {}))
+    check = guard(Point("p", "decode", 256, 1))["c"]
+    assert not check["passed"] and check["figures"]["reference"] == "b"
+    assert [one["figures"]["reference"] for one in check["also"]] == ["a", "mlx_lm"]
+    assert "not compared: no memory" in check["also"][1]["reason"]
 
 
 def test_guard_leaves_live_subjects_alone(synthetic):
