@@ -23,7 +23,7 @@ from sweeps.compose import Request, UsageError
 from sweeps.forecast import Forecast, Machine, Memory, Probe, memory
 from sweeps.guard import Scope
 from sweeps.models import REAL_COMMAND, Model
-from sweeps.points import APART, Arm, Contrast, Job, Point
+from sweeps.points import APART, Arm, Contrast, Job, Point, drafts
 from sweeps.questions import Builder, refusal
 from sweeps.rows import RowError
 from sweeps.session import warm_seconds
@@ -356,7 +356,7 @@ class _Planner:
         return refusal(arm.config, self.machine.kind)
 
     def _point(self, phase: Any, frontier: int, skip: dict[str, str]) -> Point:
-        tokens = CPU_DECODE_TOKENS if self.short else DECODE_TOKENS
+        tokens = self.request.decode_tokens or (CPU_DECODE_TOKENS if self.short else DECODE_TOKENS)
         straight = frontier <= STRAIGHT_CHUNKS * self.chunk
         if phase == "prefill":
             most = next((n for most, n in PREFILL_REPLICATES if frontier <= most), 1)
@@ -380,6 +380,7 @@ class _Planner:
             "tokens": tokens if phase == "decode" else 0,
             "straight": straight,
             **({"cache_from": self.donor} if self.donor else {}),
+            **({"prompts": "own"} if self.request.own_prompts else {}),
         }
         need = self.memory(frontier).total
         return Point(_digest(settings), phase, frontier, blocks, tokens, straight, skip, forecast_bytes=need)
@@ -450,7 +451,9 @@ class _Planner:
             each += step * (warm + 2 * point.blocks * point.decode_tokens)
             # The prefill of the same frontier serves as the cache, unless arms take turns or none is measured.
             alone = self.serial or "prefill" not in self.request.phases
-            each += fill if alone and self.donor in (None, arm.name) else 0.0
+            fills = self.donor in (None, arm.name) or drafts(arm)
+            own = point.blocks if self.request.own_prompts else 0
+            each += fill * (own + alone) if fills else 0.0
         return each + POINT_SECONDS + BLOCK_SECONDS * point.blocks
 
     @property
@@ -617,6 +620,7 @@ def _settings(
         "dropped": dropped,
         "forecast_seconds": round(plan.total(points), 1),
         "cache_from": plan.donor,
+        "own_prompts": request.own_prompts,
         "walk_check": 16_384 if 16_384 in walk else (walk[0] if walk else None),
         "suite": request.suite,
         "least_margin": request.margin,
@@ -635,7 +639,9 @@ def _identity(request: Request) -> dict[str, Any]:
 def _run_folder(request: Request, model: Model, config_hash: str) -> tuple[Path, str]:
     """The folder of the run: the one given, an unfinished run of the same settings, or a new one."""
     if request.run_dir:
-        return request.run_dir, request.run_dir.name
+        # Jobs of a suite have the same names in every suite; merged, they must not pass for one run.
+        suite = f"{request.run_dir.parent.name}-" if request.suite != "none" else ""
+        return request.run_dir, f"{suite}{request.run_dir.name}"
     runs = request.launch / "reports" / "runs"
     for path in sorted(runs.glob(f"*-{config_hash[:6]}*/job.json"), reverse=True):
         if _same(path, config_hash) and not finished(dataclasses.replace(_read(path), run_dir=str(path.parent))):
