@@ -1,7 +1,7 @@
 """Whether our kernels compile and compute right on this machine: each is tried once, at first use, and the answer kept.
 
-A kernel that was never seen by this machine's compiler is a claim. Before an engine binds a variant of our own it is
-run on its op's smallest cases, and the smallest of a prefill, against the reference; `UNITS` are what belongs to no single op, and the whole compiled
+A kernel that was never seen by this machine's compiler is a claim. Before an engine binds a variant of our own, that is
+run on its op's smallest cases against the reference; `UNITS` are what belongs to no single op, and the whole compiled
 step. One that fails is refused by name, with the compiler's message, and everything else still runs. Answers are kept
 in `FOLDER` by chip, version of MLX and identity of the code, so that a change of any of them asks again.
 """
