@@ -18,10 +18,14 @@ from sweeps.points import Job
 from sweeps.store import write_job
 
 
+@pytest.fixture(scope="module")
+def composed() -> list[Request]:
+    return [compose.request(job) for job in compose.jobs(compose.parse(["suite=quick", "part=5m"]))[:3]]
+
+
 @pytest.fixture
-def requests(tmp_path: Path) -> list[Request]:
-    jobs = compose.jobs(compose.parse(["suite=quick", "part=5m"]))
-    return suite.placed([compose.request(job, tmp_path) for job in jobs[:3]], tmp_path / "s")
+def requests(composed: list[Request], tmp_path: Path) -> list[Request]:
+    return suite.placed(composed, tmp_path / "s")
 
 
 class Runner:
