@@ -16,6 +16,7 @@ from reports.facts import (
     launch_seconds,
     model_name,
     peak_flops,
+    prompt_kind,
     read_bandwidth,
     signature,
     version,
@@ -117,7 +118,8 @@ class Study:
 class Labels:
     """Names of series. An arm keeps its name unless two runs mean different things by it.
 
-    Windows from different machines, models or versions, or with different settings, never share a series.
+    Windows from different machines, models or versions, on other kinds of prompts, or with different settings, never
+    share a series.
     """
 
     def __init__(self, rows: Rows):
@@ -125,6 +127,7 @@ class Labels:
         for run in rows.runs:
             self._runs.setdefault(run.run_id, run)
         self._many_places = len({signature(run) for run in self._runs.values()}) > 1
+        self._many_prompts = len({prompt_kind(run) for run in self._runs.values()}) > 1
         hashes: dict[str, set[str]] = {}
         self._hash: dict[tuple[str, str], str] = {}
         for row in rows.samples:
@@ -138,6 +141,7 @@ class Labels:
         if arm in self._ambiguous:
             name += f" ({self._hash.get((run_id, arm), '?')[:8]})"
         run = self._runs.get(run_id)
+        name += f" on {prompt_kind(run)}" if self._many_prompts and run else ""
         return f"{name} @ {self._place(run)}" if self._many_places and run else name
 
     def _place(self, run: RunRow) -> str:

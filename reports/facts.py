@@ -114,6 +114,11 @@ def version(run: RunRow, package: str) -> str:
     return str(lookup(run.machine, names) or NOT_RECORDED)
 
 
+def prompt_kind(run: RunRow) -> str:
+    """The kind of prompts of a process, as ``prompt=`` names it."""
+    return str(run.prompt.get("kind") or NOT_RECORDED)
+
+
 def signature(run: RunRow) -> tuple[str, ...]:
     """What two runs must share before their windows may stand in one series."""
     return (chip_name(run), device_kind(run), model_name(run), version(run, "mlx"), version(run, "mlx_lm"))

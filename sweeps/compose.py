@@ -77,6 +77,7 @@ _CHOICES = {
     "probe": ("auto", "true", "false"),
     "decode.logprobs": ("true", "false"),
     "decode.cache": ("own", "shared"),
+    "decode.prompts": ("one", "own"),
 }
 
 
@@ -112,6 +113,7 @@ class Request:
         frontiers: tokens, rising; `asked_frontiers` tells whether they were set by hand.
         budget_seconds, cap_seconds: limits of the whole run and of one prefill.
         part_seconds: limit of one invocation, or None.
+        own_prompts: whether each block of decode windows has a prompt of its own. decode_tokens: of a window, or None.
         base: another checkout whose engine is the reference, or None. head: the checkout that is held against it; None
             is this one.
         margin: smallest difference of interest, as a share.
@@ -146,6 +148,8 @@ class Request:
     margin: float
     logprobs: bool
     shared_cache: bool
+    own_prompts: bool
+    decode_tokens: int | None
     seed: int
     dry_run: str
     fetch: bool
@@ -520,6 +524,8 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         margin=_margin(values["margin"]),
         logprobs=bool(values["decode"]["logprobs"]),
         shared_cache=values["decode"]["cache"] == "shared",
+        own_prompts="own" in (_first(values["decode"]["prompts"], None) or [one["prompts"] for one in joined]),
+        decode_tokens=_tokens(values["decode"]["tokens"], joined),
         seed=_count("seed", values["seed"], least=0),
         dry_run=str(values["dry_run"]).lower(),
         fetch=bool(values["fetch"]),
@@ -541,6 +547,13 @@ def _asked_phases(ablations: Sequence[dict[str, Any]]) -> list[str]:
         toggle = one["varies"] if one["varies"] in TOGGLES else None
         made += one["phases"] or (toggles.phases(toggle) if toggle else _PHASES if one["name"] != "none" else ())
     return list(dict.fromkeys(made))
+
+
+def _tokens(asked: Any, ablations: Sequence[dict[str, Any]]) -> int | None:
+    """Tokens of a decode window: those asked for, else the most that a question needs; None for what the device has."""
+    own = [one["tokens"] for one in ablations if one["tokens"] is not None]
+    value = _first(asked, max(own, default=None))
+    return None if value is None else _count("decode.tokens", value)
 
 
 def _directions(value: Any) -> tuple[str, ...]:

@@ -30,6 +30,11 @@ class Arm:
     aa: bool = False
 
 
+def drafts(arm: Arm) -> bool:
+    """Whether an arm drafts tokens."""
+    return arm.config.get("speculative", {}).get("drafter", "off") != "off"
+
+
 @dataclass
 class Contrast:
     """A question: is `arm` faster than `reference`? Names of arms in the same job.

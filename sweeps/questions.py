@@ -94,17 +94,38 @@ class Builder:
         if directions and (ablation["claims"] or ablation["varies"]):
             self._directions(ablation, directions, given)
         elif ablation["varies"]:
-            self._values(ablation["varies"], [str(value) for value in ablation["values"]], given, ablation["claims"])
+            values = [str(value) for value in ablation["values"]]
+            self._values(ablation["varies"], values, given, ablation["claims"], ablation["settings"])
 
     def _presets(self, names: Iterable[str], given: Mapping[str, Any]) -> None:
         made = [self.made.add(n, toggles.apply(preset(n).to_dict(), given, self.fields), given) for n in names]
         for name in made[1:]:
             self.made.ask(name, made[0])
 
-    def _values(self, name: str, values: Sequence[str], given: Mapping[str, Any], claims: Sequence[str]) -> None:
-        """The values of one toggle (or, with a dot in it, one field) on the engine in use, against the first."""
+    def _values(
+        self,
+        name: str,
+        values: Sequence[str],
+        given: Mapping[str, Any],
+        claims: Sequence[str],
+        settings: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """The values of one toggle (or, with a dot in it, one field) on the engine in use, against the first.
+
+        settings: dotted fields that a value is given besides, an arm for each of them.
+        """
         words = self._words(name, values)
         configs = self._family(name, words, self.engine, given)
+        if settings:
+            reference = self.made.add(f"{name}={words[0]}", configs[0], {**given, name: words[0]})
+            for word in words[1:]:
+                for fields in settings:
+                    config = toggles.apply(self.engine, {**given, name: word}, {**self.fields, **fields})
+                    toggle_arms.check_contrast(config, configs[0], [*toggle_arms.toggle(name).fields, *fields])
+                    label = ",".join(f"{field.rpartition('.')[2]}={value}" for field, value in fields.items())
+                    arm = self.made.add(f"{name}={word},{label}", config, {**given, name: word})
+                    self.made.ask(arm, reference, toggles=[name])
+            return
         made = [
             self.made.add(f"{name}={word}", config, {**given, **({} if "." in name else {name: word})})
             for word, config in zip(words, configs)

@@ -20,7 +20,7 @@ from sweeps.energy import spent
 from sweeps.environment import condition_flags
 from sweeps.guard import same_path
 from sweeps.ledger import CRASH, LAUNCHES, Ledger
-from sweeps.points import Arm, Job, Point, sample_row
+from sweeps.points import Arm, Job, Point, drafts, sample_row
 from sweeps.prompts import digest
 from sweeps.rows import SampleRow, Status
 from sweeps.schedule import Cell, Group, Walk, block_cells, groups
@@ -112,6 +112,7 @@ class Session:
         self._cap = job.cap_seconds if job.cap_seconds > 0 else float("inf")
         self._serial = job.settings.get("arms") == "serial"
         self._donor: str | None = job.settings.get("cache_from")
+        self._own_prompts = bool(job.settings.get("own_prompts"))
         self._states: dict[int, tuple[str, int, int, CanonicalState]] = {}
         self._place = {point.key: place for place, point in enumerate(job.points)}
         self._guarded: dict[str, Mapping[str, dict[str, Any]]] = {}
@@ -346,10 +347,17 @@ class Session:
             if self.ledger.shut(point, live.name) is None and not self.ledger.has_series(point, live.name):
                 self._series(context, live, first)
 
+        def begin(block: int) -> None:
+            nonlocal first
+            if self._own_prompts:
+                trial = self._trial(self._place[point.key], block, 0)
+                filled = self._filled(context, self._open(point, arms), prefill, trial)
+                first = next((live.ready.next_token for live in filled if live.ready), first)
+
         def window(cell: Cell, live: Live) -> None:
             self._attempt_window(context, cell, live, lambda: self._decoded(context, cell, live, first))
 
-        self._blocks(context, arms, window)
+        self._blocks(context, arms, window, begin)
         self._leave(context)
 
     def _decode(self, live: Live, first: int, count: int) -> Window[Decoded]:
@@ -363,6 +371,8 @@ class Session:
         row.elapsed_ns, row.work_tokens = window.elapsed_ns, len(window.value.tokens)
         row.tokens_hash = digest(window.value.tokens)
         row.extra |= window.value.extra | self._source(live) | self._energy()
+        if self._own_prompts and live.ready:
+            row.extra["trial"] = live.ready.trial
         if row.work_tokens != context.point.decode_tokens:
             row.reason = f"decoded {row.work_tokens} tokens, {context.point.decode_tokens} were asked for"
         return row
@@ -390,12 +400,15 @@ class Session:
             self.tools.store.put_series(row.series, arrays)
             self.ledger.append(row)
 
-    def _filled(self, context: Context, arms: Sequence[Live], prefill: Point | None) -> list[Live]:
+    def _filled(
+        self, context: Context, arms: Sequence[Live], prefill: Point | None, trial: int | None = None
+    ) -> list[Live]:
         """Those of `arms` that have a cache at the point's frontier, filled here if need be: by the arm's own prefill,
-        or, where it cannot get there, from another arm's state."""
+        or, where it cannot get there, from another arm's state. trial: of the prompt; None takes one that is there."""
         frontier = context.point.frontier
-        trials = [live.ready.trial for live in arms if live.ready and live.ready.frontier == frontier]
-        trial = max(trials, default=self._trial(self._place[context.point.key], 0, 0))
+        if trial is None:
+            trials = [live.ready.trial for live in arms if live.ready and live.ready.frontier == frontier]
+            trial = max(trials, default=self._trial(self._place[context.point.key], 0, 0))
         barred = {live.name: self._barred(prefill, live) for live in arms}
         filled = set()
         for live in sorted(arms, key=lambda live: barred[live.name] is not None):
@@ -424,8 +437,8 @@ class Session:
             live.ready.snapshot = live.subject.snapshot()
 
     def _barred(self, prefill: Point | None, live: Live) -> str | None:
-        """Why this arm does not prefill here itself, or None."""
-        if self._donor not in (None, live.name):
+        """Why this arm does not prefill here itself, or None; a drafter has to read the prompt."""
+        if self._donor not in (None, live.name) and not drafts(live.arm):
             return f"{self._donor} was to fill it for every arm"
         return self.ledger.shut(prefill, live.name) if prefill else None
 
@@ -486,8 +499,17 @@ class Session:
 
     # -- blocks and windows ------------------------------------------------------------------------
 
-    def _blocks(self, context: Context, arms: Sequence[Live], window: Callable[[Cell, Live], None]) -> None:
-        """Run the point's unfinished blocks; stops when the next one would overrun the budget."""
+    def _blocks(
+        self,
+        context: Context,
+        arms: Sequence[Live],
+        window: Callable[[Cell, Live], None],
+        begin: Callable[[int], None] = lambda block: None,
+    ) -> None:
+        """Run the point's unfinished blocks; stops when the next one would overrun the budget.
+
+        begin: called with a block's number before its windows.
+        """
         point, by_name = context.point, {live.name: live for live in arms}
         took = 2 * sum(context.last_ns.values()) / 1e9
         for block in range(point.blocks):
@@ -501,6 +523,7 @@ class Session:
                     self._note(point, live, reason, retry=True)
                 return
             start = self.tools.clock.now_ns()
+            begin(block)
             self._sentinel(context)
             gc.collect()
             for cell in todo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -75,7 +76,7 @@ class EngineSubject:
             made = self.engine.decode(first, count, clock)
         ids, stamps = made if isinstance(made, tuple) else (made, [])
         self._tokens += [first, *ids[:-1]]
-        return Decoded(ids, stamps)
+        return Decoded(ids, stamps, _drafted(self.engine))
 
     def position(self) -> int:
         """Tokens in the cache."""
@@ -140,7 +141,26 @@ class EngineSubject:
         mx.clear_cache()
 
 
+def _drafted(engine: Engine) -> dict[str, Any]:
+    """What drafting did since `reset_executed`, and the depth it would choose next; empty without a drafter."""
+    told = engine.speculation()
+    if told is None or engine.speculator is None:
+        return {}
+    control = engine.speculator.controller
+    return {"speculation": told | ({"next_depth": control.best()} if control is not None else {})}
+
+
 def _row_costs(engine: Engine) -> dict[str, Any]:
-    """What passes of 1, 2, … rows cost over one row on this chip, and the tuned file that says so; empty untuned."""
+    """What passes of 1, 2, … rows cost over one row on this chip, and the tuned file that says so; empty untuned.
+
+    With a drafter also the costs that it reckons with (`engine.speculative.Costs`) and where they come from.
+    """
     costs, files = engine.tuned.costs, engine.tuned.files
-    return {"row_costs": list(costs["rows"]), "row_costs_from": files[0].name if files else ""} if costs else {}
+    made: dict[str, Any] = {}
+    if costs:
+        made = {"row_costs": list(costs["rows"]), "row_costs_from": files[0].name if files else ""}
+    if engine.speculator is not None:
+        used = engine.speculator
+        made["draft_costs"] = dataclasses.asdict(used.costs) | {"rows_from": used.costs_from}
+        made["draft_costs"] |= {"draft_from": used.draft_from, "most_depth": engine.engine.speculative.depth}
+    return made
