@@ -281,8 +281,13 @@ class Engine:
                 self._hand_over(pending, ids, stamps, clock)
         while pending:
             self._hand_over(pending, ids, stamps, clock)
-        mx.eval(self.cache.arrays())
-        self._all_finite()
+        if self.replay is not None and self.replay.running:
+            # The last token was handed over, so nothing runs; the state may stay where it is.
+            if not self.replay.finite:
+                self._give_up(f"a logit before position {self.position}")
+        else:
+            mx.eval(self.cache.arrays())
+            self._all_finite()
         return (ids, stamps) if clock is not None else ids
 
     def _decode_drafted(self, speculator: Speculator, first: int, count: int, clock: Any) -> list[int] | tuple:

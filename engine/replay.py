@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from engine.cache import Cache, Inputs, Rows
+from engine.cache import Cache, Inputs, Rows, Snapshot
 from engine.config import ModelConfig
 from engine.folded import FoldedModel
 from engine.kernels import linear, loader, step
@@ -103,9 +103,17 @@ class ReplayedCache(Cache):
         keys = self._state["keys"]
         return keys[0].shape[2] if keys else 1 << 62
 
+    forgotten: Callable[[], None] | None = None
+
     def settle(self) -> None:
         if self.away is not None:
             self.away()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        # What is away will not be looked at again: it need not come back.
+        if self.forgotten is not None and snapshot.position <= min(self.position, self.capacity):
+            self.forgotten()
+        super().restore(snapshot)
 
     def seek(self, position: int) -> None:
         self.settle()
@@ -142,7 +150,7 @@ class Finite:
 
     def item(self) -> bool:
         self.token.item()
-        return self.token._replay.ring[step.RING] != 0
+        return self.token._replay.finite
 
 
 @dataclass
@@ -183,9 +191,12 @@ class Replay:
         self._ring_at, self.ring = backend.host_words(step.RING + 1)
         self._at = self._addresses([self.position, self.token, *self.states])
         self._programs: dict[tuple, _Program] = {}
-        self._settled: list[mx.array] = []
+        # What was taken over last, and where it lies: a restore point is often taken again.
+        self._taken: list[mx.array] = []
+        self._taken_at: list[int] = []
         self._running: tuple[tuple, _Program] | None = None
         self._phase = 0
+        self._fed: int | None = None
         self.unread: dict[int, Pending] = {}
 
     def _addresses(self, arrays: Sequence[mx.array]) -> list[int]:
@@ -201,6 +212,7 @@ class Replay:
     def feed(self, token: int) -> None:
         """Make `token` the next to be fed, instead of what the last step chose."""
         self.backend.fill(self._at[1], token, 4)
+        self._fed = token
 
     def step(self, scores: bool = False) -> Pending | mx.array:
         """Submit one step from the cache's token; with `scores` wait and return its logits ``[1, vocabulary]``."""
@@ -218,6 +230,7 @@ class Replay:
             # The host is a whole ring behind: what it has not read would be written over.
             self.unread[slot].item()
         event = self.backend.run(program.graphs[self._phase])
+        self._fed = None
         self.recorder.replay(program.tally)
         self.cache.position += 1
         pending = Pending(self, event, slot)
@@ -242,40 +255,55 @@ class Replay:
                     self.backend.drop(graph)
             self._programs[key] = self._record(room, scores, where)
         program = self._programs[key]
-        # Only what is not there already: after a settled step the same arrays often come back.
-        known = {id(array) for array in self._settled}
-        moved = [(to, array) for to, array in zip(self._at[2:], s["recurrent"]) if id(array) not in known]
-        for rows, placed in zip(s["conv"], program.conv):
-            moved += [(to, row) for (to, _), row in zip(placed, rows)]
-        for (to, array), from_ in zip(moved, self._addresses([array for _, array in moved])):
-            self.backend.copy(to, from_, array.nbytes)
+        taken = [*s["recurrent"], *sum(s["conv"], [])]
+        if list(map(id, taken)) != list(map(id, self._taken)):
+            self._taken, self._taken_at = taken, self._addresses(taken)
+        to = [*self._at[2:], *(at for placed in program.conv for at, _ in placed[: PHASES - 1])]
+        for address, from_, array in zip(to, self._taken_at, taken):
+            self.backend.copy(address, from_, array.nbytes)
         self.backend.fill(self._at[0], cache.position, 4)
         self.backend.fill(self._at[1], int(s["token"].item()), 4)
         self.ring[step.RING] = int(s["finite"].item())  # type: ignore[index]
         # The copies read arrays that the cache may let go.
         self.backend.synchronize()
-        self._phase, self._running = 0, (key, program)
-        cache.away = self.settle
+        self._phase, self._running, self._fed = 0, (key, program), None
+        cache.away, cache.forgotten = self.settle, self.forget
 
-    def settle(self) -> None:
-        """Wait for all steps and give the state back to the cache."""
+    @property
+    def finite(self) -> bool:
+        """Whether every logit chosen so far was finite; of steps that have ended."""
+        return self.ring[step.RING] != 0
+
+    def _end(self) -> _Program | None:
+        """Wait for all steps; the program that ran, if any."""
         if self._running is None:
-            return
+            return None
         self.backend.synchronize()
         for pending in list(self.unread.values()):
             pending.item()
         (_, program), self._running = self._running, None
-        self.cache.away = None
+        self.cache.away = self.cache.forgotten = None
+        return program
+
+    def forget(self) -> None:
+        """Wait for all steps; the state they left is not wanted. The cache is as it was, but for its length."""
+        if self._end() is not None:
+            self.cache.seek(self.cache.position)
+
+    def settle(self) -> None:
+        """Wait for all steps and give the state back to the cache."""
+        program = self._end()
+        if program is None:
+            return
         s, last = self.cache.state, (self.cache.position - 1) % step.RING
         # Rows before phase 0 are, in order, those that the phases 1 to 3 left; a later phase finds them further on.
         rows = [self._rows(placed, program) for placed in program.conv]
         s["recurrent"] = [state * 1 for state in self.states]
         s["conv"] = [[row * 1 for row in three] for three in rows]
-        s["token"] = mx.array([self.ring[last]], dtype=mx.uint32)
+        s["token"] = mx.array([self.ring[last] if self._fed is None else self._fed], dtype=mx.uint32)
         s["finite"] = mx.array([self.ring[step.RING] != 0])
         self.cache.seek(self.cache.position)
         mx.eval(s["recurrent"], s["conv"])
-        self._settled = list(s["recurrent"])
 
     def _rows(self, placed: list[tuple[int, mx.array]], program: _Program) -> list[mx.array]:
         """A layer's last three rows, oldest first: those of the three phases before the one that comes next."""

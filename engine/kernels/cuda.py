@@ -181,17 +181,35 @@ class _NodeParameters(ctypes.Structure):
     ]
 
 
-@lru_cache(maxsize=64)
-def _address_kernel(dtype: mx.Dtype, ndim: int):
-    """A kernel that tells where its input lies, and its strides: MLX itself would move the array to tell."""
-    steps = "\n".join(f"  out[{axis + 1}] = (unsigned long long)x_strides[{axis}];" for axis in range(ndim))
+_TOLD = 16
+"""Arrays that one launch tells the addresses of."""
+
+
+@lru_cache(maxsize=256)
+def _address_kernel(kinds: tuple[tuple[mx.Dtype, int], ...]):
+    """A kernel that tells where its inputs lie, and their strides: MLX itself would move an array to tell.
+
+    Args:
+        kinds: type and axes of each input.
+    """
+    name = "_".join(f"{_TYPES[dtype].replace(' ', '').strip('_')}{ndim}" for dtype, ndim in kinds)
+    lines, at = [], 0
+    for number, (_, ndim) in enumerate(kinds):
+        lines.append(f"  out[{at}] = (unsigned long long)x{number};")
+        steps = (f"  out[{at + 1 + axis}] = (unsigned long long)x{number}_strides[{axis}];" for axis in range(ndim))
+        lines += steps
+        at += 1 + ndim
     return mx.fast.cuda_kernel(
-        name=f"address_of_{str(dtype).rpartition('.')[2]}_{ndim}",
-        input_names=["x"],
+        name=f"addresses_{hashlib.sha256(name.encode()).hexdigest()[:16]}",
+        input_names=[f"x{number}" for number in range(len(kinds))],
         output_names=["out"],
-        source=f"if (threadIdx.x == 0) {{\n  out[0] = (unsigned long long)x;\n{steps}\n}}",
+        source="if (threadIdx.x == 0) {\n" + "\n".join(lines) + "\n}",
         ensure_row_contiguous=False,
     )
+
+
+def _kind(array: mx.array) -> tuple[mx.Dtype, int]:
+    return array.dtype, array.ndim
 
 
 class Device:
@@ -230,20 +248,35 @@ class Device:
 
     def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
         """Address and strides (in elements) of each array, which must stay alive for them to mean anything."""
+        # Arrays of one kind stand together, so that few kernels have to be compiled.
+        order = sorted(range(len(arrays)), key=lambda i: (_TYPES[arrays[i].dtype], arrays[i].ndim))
+        groups: list[list[int]] = []
+        for i in order:
+            same = groups and len(groups[-1]) < _TOLD and _kind(arrays[groups[-1][0]]) == _kind(arrays[i])
+            groups[-1].append(i) if same else groups.append([i])
         made = []
-        for array in arrays:
-            kernel: Any = _address_kernel(array.dtype, array.ndim)
+        for group in groups:
+            # The last array again where a group is not full, for the same reason.
+            told = [arrays[i] for i in group] + [arrays[group[-1]]] * (_TOLD - len(group))
+            kernel: Any = _address_kernel(tuple(map(_kind, told)))
             (out,) = kernel(
-                inputs=[array],
+                inputs=told,
                 grid=(32, 1, 1),
                 threadgroup=(32, 1, 1),
-                output_shapes=[(array.ndim + 1,)],
+                output_shapes=[(sum(array.ndim + 1 for array in told),)],
                 output_dtypes=[mx.uint64],
             )
             made.append(out)
-        mx.eval(made)
-        told = [out.tolist() for out in made]
-        return [(numbers[0], tuple(numbers[1:])) for numbers in told]  # type: ignore[index, arg-type]
+        numbers = mx.concatenate(made).tolist() if made else []
+        places: dict[int, tuple[int, tuple[int, ...]]] = {}
+        at = 0
+        for group in groups:
+            width = arrays[group[0]].ndim + 1
+            for slot, i in enumerate(group):
+                first = at + slot * width
+                places[i] = numbers[first], tuple(numbers[first + 1 : first + width])  # type: ignore[index]
+            at += _TOLD * width
+        return [places[i] for i in range(len(arrays))]
 
     def graph(self, calls: Sequence[tuple[Launch, Sequence[int], Sequence[tuple[int, ...]]]]) -> ctypes.c_void_p:
         """Launches, one after another, as an executable graph.

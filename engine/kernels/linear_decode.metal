@@ -42,8 +42,8 @@ const uint index = thread_index_in_threadgroup;
 constexpr uint BLOCK = uint(SIMDGROUPS * OUTPUTS * (32 / SPAN));
 constexpr uint SHARE = BLOCK * uint(LOOP);
 constexpr uint CHUNK = uint(STEPS * SPAN);
-// Words in flight: as many as hide the memory's latency without costing too many registers.
-constexpr int FLIGHT = OUTPUTS >= 8 ? 1 : 8 / OUTPUTS;
+// Words of a lane that are asked for together; as many again are in use.
+constexpr int FLIGHT = OUTPUTS >= 4 ? 1 : 4 / OUTPUTS;
 constexpr int AHEAD = FLIGHT < STEPS ? FLIGHT : STEPS;
 
 // Inputs are made ready 256 at a time by a simdgroup.
@@ -132,191 +132,225 @@ UNROLL for (int t = 0; t < ROWS; ++t) {
   best_output[t] = 0xffffffffu;
 }
 
-for (uint turn = 0u; turn < uint(LOOP) && (group * uint(LOOP) + turn) * BLOCK < outputs; ++turn) {
-  const uint base = (group * uint(LOOP) + turn) * BLOCK + (simdgroup * uint(32 / SPAN) + lane / uint(SPAN)) * uint(OUTPUTS);
-  float sum[OUTPUTS][ROWS];
-  UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-    UNROLL for (int t = 0; t < ROWS; ++t) sum[r][t] = 0.0f;
+// The work is a sequence of rounds, AHEAD words of each output and lane in each: all rounds of a turn's outputs, then the
+// next turn. A round's weights are asked for before those of the round before are used, across the ends of turns too.
+const uint first_output = (simdgroup * uint(32 / SPAN) + lane / uint(SPAN)) * uint(OUTPUTS);
+const uint turn_rounds = (words + uint(AHEAD * SPAN) - 1u) / uint(AHEAD * SPAN);
+const uint left = outputs > group * SHARE ? (outputs - group * SHARE + BLOCK - 1u) / BLOCK : 0u;
+const uint rounds = (left < uint(LOOP) ? left : uint(LOOP)) * turn_rounds;
+constexpr uint CHUNK_ROUNDS = uint(STEPS / AHEAD);
+float sum[OUTPUTS][ROWS];
+uint word[AHEAD][OUTPUTS][4];
+T scale[AHEAD][OUTPUTS];
+T bias[AHEAD][OUTPUTS];
+// Inputs of the first chunk are asked for before the weights, behind which they would wait.
+float ready[PASSES][8];
+UNROLL for (int pass = 0; pass < PASSES; ++pass) {
+  UNROLL for (int i = 0; i < 8; ++i) ready[pass][i] = 0.0f;
+}
+
+uint turn = 0u;
+uint round = 0u;  // of the turn, of those that are asked for
+for (uint q = 0u; q <= rounds; ++q) {
+  // Round q - 1, which is to be used, and whether its chunk's inputs have to be made ready for it.
+  const uint used = round == 0u ? turn_rounds - 1u : round - 1u;
+  const uint used_turn = round == 0u ? turn - 1u : turn;
+  const uint chunk = used / CHUNK_ROUNDS * CHUNK;
+  const uint step = used % CHUNK_ROUNDS * uint(AHEAD);
+  const bool staging = q > 0u && step == 0u && (used_turn == 0u || words > CHUNK);
+  if (q == 0u || (staging && q > 1u)) {
+    const uint from = q == 0u ? 0u : chunk;
+    UNROLL for (int pass = 0; pass < PASSES; ++pass) {
+      const uint unit = simdgroup + uint(pass * SIMDGROUPS);
+      const uint t = wide ? unit / WIDE_UNITS : unit / UNITS;
+      const uint here = (wide ? unit % WIDE_UNITS : unit % UNITS) * 256u + lane * 8u;
+      const uint k = from * (wide ? 16u : 32u) + here;
+      UNROLL for (int i = 0; i < 8; ++i) ready[pass][i] = 0.0f;
+      if (t < uint(ROWS) && here < chunk_inputs && k < inputs) {
+        load_eight(x + t * uint(x_strides[1]) + k / uint(DIM) * uint(x_strides[2]) + k % uint(DIM), ready[pass]);
+      }
+    }
   }
-  for (uint chunk = 0u; chunk < words; chunk += CHUNK) {
-    for (uint step = 0u; step < uint(STEPS) && chunk + step * uint(SPAN) < words; step += uint(AHEAD)) {
-      // The inputs are asked for before the weights, behind which they would wait, and made ready while those are on
-      // their way; once, if they all fit.
-      const bool staging = step == 0u && (turn == 0u || words > CHUNK);
-      float ready[PASSES][8];
+
+  uint next[AHEAD][OUTPUTS][4];
+  T next_scale[AHEAD][OUTPUTS];
+  T next_bias[AHEAD][OUTPUTS];
+  UNROLL for (int a = 0; a < AHEAD; ++a) {
+    const uint at = (round * uint(AHEAD) + uint(a)) * uint(SPAN) + sub;
+    UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+      UNROLL for (int i = 0; i < 4; ++i) next[a][r][i] = 0u;
+      next_scale[a][r] = T(0.0f);
+      next_bias[a][r] = T(0.0f);
+      const uint output = group * SHARE + turn * BLOCK + first_output + uint(r);
+      if (q < rounds && output < outputs && at < words) {
+        const uint4 four = weight[output * words + at];
+        next[a][r][0] = four.x;
+        next[a][r][1] = four.y;
+        next[a][r][2] = four.z;
+        next[a][r][3] = four.w;
+        next_scale[a][r] = scales[output * groups + (at >> group_shift)];
+        next_bias[a][r] = biases[output * groups + (at >> group_shift)];
+      }
+    }
+  }
+
+  if (q > 0u) {
+    if (staging) {
+      if (q > 1u) threadgroup_barrier(mem_flags::mem_threadgroup);
       UNROLL for (int pass = 0; pass < PASSES; ++pass) {
-        UNROLL for (int i = 0; i < 8; ++i) ready[pass][i] = 0.0f;
-      }
-      if (staging) {
-        UNROLL for (int pass = 0; pass < PASSES; ++pass) {
-          const uint unit = simdgroup + uint(pass * SIMDGROUPS);
-          const uint t = wide ? unit / WIDE_UNITS : unit / UNITS;
-          const uint here = (wide ? unit % WIDE_UNITS : unit % UNITS) * 256u + lane * 8u;
-          const uint k = chunk * (wide ? 16u : 32u) + here;
-          if (t < uint(ROWS) && here < chunk_inputs && k < inputs) {
+        const uint unit = simdgroup + uint(pass * SIMDGROUPS);
+        const uint t = wide ? unit / WIDE_UNITS : unit / UNITS;
+        if (t >= uint(ROWS)) continue;  // the whole simdgroup
+        const uint here = (wide ? unit % WIDE_UNITS : unit % UNITS) * 256u + lane * 8u;
+        const uint k = chunk * (wide ? 16u : 32u) + here;
+        const bool inside = here < chunk_inputs && k < inputs;
+        thread float* value = ready[pass];
+        if constexpr (PROLOGUE == 1 || PROLOGUE == 2) {
+          float squares = 0.0f;
+          UNROLL for (int i = 0; i < 8; ++i) squares = multiply_add(value[i], value[i], squares);
+          if constexpr (PROLOGUE == 1) {
+            // The norm's factor is the same for all inputs of a row: it waits for the end.
+            squares = simd_sum(squares);
+            if (used_turn == 0u && lane == 0u) shared_squares[simdgroup * uint(ROWS) + t] += squares;
+          } else {
+            UNROLL for (int mask = 1; mask < 16; mask *= 2) squares += simd_shuffle_xor(squares, ushort(mask));
+            const float factor = rsqrt_of(squares * 0.0078125f + epsilon);
+            UNROLL for (int i = 0; i < 8; ++i) value[i] *= factor;
+          }
+          if (inside) {
+            float by[8];
+            load_eight(gain + (PROLOGUE == 1 ? k : k % 128u), by);
+            UNROLL for (int i = 0; i < 8; ++i) value[i] *= by[i];
+          }
+        }
+        if constexpr (PROLOGUE == 2 || PROLOGUE == 3) {
+          if (inside) {
+            float by[8];
             load_eight(
-                x + t * uint(x_strides[1]) + k / uint(DIM) * uint(x_strides[2]) + k % uint(DIM), ready[pass]);
+                gate + t * uint(gate_strides[1]) + k / uint(GATE_DIM) * uint(gate_strides[2]) + k % uint(GATE_DIM),
+                by);
+            UNROLL for (int i = 0; i < 8; ++i) value[i] *= sigmoid_of(by[i]) * (PROLOGUE == 2 ? by[i] : 1.0f);
           }
+        }
+        float total = 0.0f;
+        UNROLL for (int i = 0; i < 8; ++i) total += value[i];
+        total += simd_shuffle_xor(total, ushort(1));
+        const float other = simd_shuffle_xor(total, ushort(2));
+        if (!wide) total += other;
+        if (here < chunk_inputs) {
+          const uint code = wide ? here * 2u : here;  // 4-bit codes before the first of these inputs
+          const uint place = t * uint(STEPS) + code / uint(32 * SPAN);
+          const uint by_lane = code / 32u % uint(SPAN);
+          threadgroup float4* to = (threadgroup float4*)shared_x + (place * 8u + code % 32u / 4u) * uint(SPAN) + by_lane;
+          float4 four;
+          if (wide) {
+            UNROLL for (int h = 0; h < 4; ++h) {
+              four.x = value[2 * h];
+              four.y = value[2 * h];
+              four.z = value[2 * h + 1] * 0.00390625f;
+              four.w = four.z;
+              to[h * SPAN] = four;
+            }
+          } else {
+            UNROLL for (int h = 0; h < 2; ++h) {
+              four.x = value[4 * h];
+              four.y = value[4 * h + 1] * 0.0625f;
+              four.z = value[4 * h + 2] * 0.00390625f;
+              four.w = value[4 * h + 3] * 0.000244140625f;
+              to[h * SPAN] = four;
+            }
+          }
+          if (code % 32u == 0u) shared_sums[place * uint(SPAN) + by_lane] = total;
         }
       }
-      uint word[AHEAD][OUTPUTS][4];
-      float scale[AHEAD][OUTPUTS];
-      float bias[AHEAD][OUTPUTS];
-      UNROLL for (int a = 0; a < AHEAD; ++a) {
-        const uint at = chunk + (step + uint(a)) * uint(SPAN) + sub;
-        UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-          UNROLL for (int i = 0; i < 4; ++i) word[a][r][i] = 0u;
-          scale[a][r] = 0.0f;
-          bias[a][r] = 0.0f;
-          const uint output = base + uint(r);
-          if (output < outputs && at < words) {
-            const uint4 four = weight[output * words + at];
-            word[a][r][0] = four.x;
-            word[a][r][1] = four.y;
-            word[a][r][2] = four.z;
-            word[a][r][3] = four.w;
-            scale[a][r] = float(scales[output * groups + (at >> group_shift)]);
-            bias[a][r] = float(biases[output * groups + (at >> group_shift)]);
-          }
-        }
-      }
-
-      if (staging) {
-        if (turn + chunk > 0u) threadgroup_barrier(mem_flags::mem_threadgroup);
-        UNROLL for (int pass = 0; pass < PASSES; ++pass) {
-          const uint unit = simdgroup + uint(pass * SIMDGROUPS);
-          const uint t = wide ? unit / WIDE_UNITS : unit / UNITS;
-          if (t >= uint(ROWS)) continue;  // the whole simdgroup
-          const uint here = (wide ? unit % WIDE_UNITS : unit % UNITS) * 256u + lane * 8u;
-          const uint k = chunk * (wide ? 16u : 32u) + here;
-          const bool inside = here < chunk_inputs && k < inputs;
-          thread float* value = ready[pass];
-          if constexpr (PROLOGUE == 1 || PROLOGUE == 2) {
-            float squares = 0.0f;
-            UNROLL for (int i = 0; i < 8; ++i) squares = multiply_add(value[i], value[i], squares);
-            if constexpr (PROLOGUE == 1) {
-              // The norm's factor is the same for all inputs of a row: it waits for the end.
-              squares = simd_sum(squares);
-              if (turn == 0u && lane == 0u) shared_squares[simdgroup * uint(ROWS) + t] += squares;
-            } else {
-              UNROLL for (int mask = 1; mask < 16; mask *= 2) squares += simd_shuffle_xor(squares, ushort(mask));
-              const float factor = rsqrt_of(squares * 0.0078125f + epsilon);
-              UNROLL for (int i = 0; i < 8; ++i) value[i] *= factor;
-            }
-            if (inside) {
-              float by[8];
-              load_eight(gain + (PROLOGUE == 1 ? k : k % 128u), by);
-              UNROLL for (int i = 0; i < 8; ++i) value[i] *= by[i];
-            }
-          }
-          if constexpr (PROLOGUE == 2 || PROLOGUE == 3) {
-            if (inside) {
-              float by[8];
-              load_eight(
-                  gate + t * uint(gate_strides[1]) + k / uint(GATE_DIM) * uint(gate_strides[2]) + k % uint(GATE_DIM),
-                  by);
-              UNROLL for (int i = 0; i < 8; ++i) value[i] *= sigmoid_of(by[i]) * (PROLOGUE == 2 ? by[i] : 1.0f);
-            }
-          }
-          float total = 0.0f;
-          UNROLL for (int i = 0; i < 8; ++i) total += value[i];
-          total += simd_shuffle_xor(total, ushort(1));
-          const float other = simd_shuffle_xor(total, ushort(2));
-          if (!wide) total += other;
-          if (here < chunk_inputs) {
-            const uint code = wide ? here * 2u : here;  // 4-bit codes before the first of these inputs
-            const uint place = t * uint(STEPS) + code / uint(32 * SPAN);
-            const uint by_lane = code / 32u % uint(SPAN);
-            threadgroup float4* to = (threadgroup float4*)shared_x + (place * 8u + code % 32u / 4u) * uint(SPAN) + by_lane;
-            float4 four;
-            if (wide) {
-              UNROLL for (int h = 0; h < 4; ++h) {
-                four.x = value[2 * h];
-                four.y = value[2 * h];
-                four.z = value[2 * h + 1] * 0.00390625f;
-                four.w = four.z;
-                to[h * SPAN] = four;
-              }
-            } else {
-              UNROLL for (int h = 0; h < 2; ++h) {
-                four.x = value[4 * h];
-                four.y = value[4 * h + 1] * 0.0625f;
-                four.z = value[4 * h + 2] * 0.00390625f;
-                four.w = value[4 * h + 3] * 0.000244140625f;
-                to[h * SPAN] = four;
-              }
-            }
-            if (code % 32u == 0u) shared_sums[place * uint(SPAN) + by_lane] = total;
-          }
-        }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if constexpr (PROLOGUE == 1) {
-          if (turn == 0u && chunk + CHUNK >= words) {
-            UNROLL for (int t = 0; t < ROWS; ++t) {
-              float squares = 0.0f;
-              UNROLL for (int s = 0; s < SIMDGROUPS; ++s) squares += shared_squares[s * ROWS + t];
-              inverse[t] = rsqrt_of(squares * (1.0f / float(INPUTS)) + epsilon);
-            }
-          }
-        }
-      }
-
-      UNROLL for (int a = 0; a < AHEAD; ++a) {
-        float dot[OUTPUTS][ROWS];
-        UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-          UNROLL for (int t = 0; t < ROWS; ++t) dot[r][t] = 0.0f;
-        }
-        UNROLL for (int half_word = 0; half_word < 8; ++half_word) {
-          float code[OUTPUTS][4];
-          UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-            const uint both = word[a][r][half_word / 2];
-            const uint bits = half_word % 2 == 0 ? both : both >> 16;
-            UNROLL for (int i = 0; i < 4; ++i) code[r][i] = masked_number(bits, 0xfu << (4 * i));
-          }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if constexpr (PROLOGUE == 1) {
+        if (used_turn == 0u && chunk + CHUNK >= words) {
           UNROLL for (int t = 0; t < ROWS; ++t) {
-            const uint place = uint(t * STEPS) + step + uint(a);
-            const float4 four = ((const threadgroup float4*)shared_x)[(place * 8u + uint(half_word)) * uint(SPAN) + sub];
-            UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-              dot[r][t] = multiply_add(code[r][0], four.x, dot[r][t]);
-              dot[r][t] = multiply_add(code[r][1], four.y, dot[r][t]);
-              dot[r][t] = multiply_add(code[r][2], four.z, dot[r][t]);
-              dot[r][t] = multiply_add(code[r][3], four.w, dot[r][t]);
-            }
+            float squares = 0.0f;
+            UNROLL for (int s = 0; s < SIMDGROUPS; ++s) squares += shared_squares[s * ROWS + t];
+            inverse[t] = rsqrt_of(squares * (1.0f / float(INPUTS)) + epsilon);
           }
+        }
+      }
+    }
+
+    UNROLL for (int a = 0; a < AHEAD; ++a) {
+      float dot[OUTPUTS][ROWS];
+      UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+        UNROLL for (int t = 0; t < ROWS; ++t) dot[r][t] = 0.0f;
+      }
+      UNROLL for (int half_word = 0; half_word < 8; ++half_word) {
+        float code[OUTPUTS][4];
+        UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+          const uint both = word[a][r][half_word / 2];
+          const uint bits = half_word % 2 == 0 ? both : both >> 16;
+          UNROLL for (int i = 0; i < 4; ++i) code[r][i] = masked_number(bits, 0xfu << (4 * i));
         }
         UNROLL for (int t = 0; t < ROWS; ++t) {
-          const float total = shared_sums[(uint(t * STEPS) + step + uint(a)) * uint(SPAN) + sub];
+          const uint place = uint(t * STEPS) + step + uint(a);
+          const float4 four = ((const threadgroup float4*)shared_x)[(place * 8u + uint(half_word)) * uint(SPAN) + sub];
           UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-            sum[r][t] = multiply_add(scale[a][r], dot[r][t], multiply_add(bias[a][r], total, sum[r][t]));
+            dot[r][t] = multiply_add(code[r][0], four.x, dot[r][t]);
+            dot[r][t] = multiply_add(code[r][1], four.y, dot[r][t]);
+            dot[r][t] = multiply_add(code[r][2], four.z, dot[r][t]);
+            dot[r][t] = multiply_add(code[r][3], four.w, dot[r][t]);
+          }
+        }
+      }
+      UNROLL for (int t = 0; t < ROWS; ++t) {
+        const float total = shared_sums[(uint(t * STEPS) + step + uint(a)) * uint(SPAN) + sub];
+        UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+          sum[r][t] = multiply_add(float(scale[a][r]), dot[r][t], multiply_add(float(bias[a][r]), total, sum[r][t]));
+        }
+      }
+    }
+
+    if (used + 1u == turn_rounds) {
+      // Lane `l` of a span ends with the sum of output `l % OUTPUTS` of its own.
+      UNROLL for (int t = 0; t < ROWS; ++t) {
+        float mine[OUTPUTS];
+        UNROLL for (int r = 0; r < OUTPUTS; ++r) mine[r] = sum[r][t];
+        simd_halve<OUTPUTS / 2>(mine, lane);
+        float total = mine[0];
+        UNROLL for (int mask = OUTPUTS; mask < SPAN; mask *= 2) total += simd_shuffle_xor(total, ushort(mask));
+        total *= inverse[t];
+        const uint output = group * SHARE + used_turn * BLOCK + first_output + lane % uint(OUTPUTS);
+        if (sub < uint(OUTPUTS) && output < outputs) {
+          if constexpr (BEST) {
+            const uint bits = ordered_bits(total);
+            if (bits > best[t]) {
+              best[t] = bits;
+              best_output[t] = output;
+            }
+          } else {
+            if constexpr (RESIDUAL) {
+              total += float(residual[uint(t) * uint(residual_strides[1]) + output * uint(residual_strides[2])]);
+            }
+            out[begin + uint(t) * outputs + output] = O(total);
           }
         }
       }
     }
   }
 
-  // Lane `l` of a span ends with the sum of output `base + l % OUTPUTS`.
-  UNROLL for (int t = 0; t < ROWS; ++t) {
-    float mine[OUTPUTS];
-    UNROLL for (int r = 0; r < OUTPUTS; ++r) mine[r] = sum[r][t];
-    simd_halve<OUTPUTS / 2>(mine, lane);
-    float total = mine[0];
-    UNROLL for (int mask = OUTPUTS; mask < SPAN; mask *= 2) total += simd_shuffle_xor(total, ushort(mask));
-    total *= inverse[t];
-    const uint output = base + lane % uint(OUTPUTS);
-    if (sub < uint(OUTPUTS) && output < outputs) {
-      if constexpr (BEST) {
-        const uint bits = ordered_bits(total);
-        if (bits > best[t]) {
-          best[t] = bits;
-          best_output[t] = output;
-        }
-      } else {
-        if constexpr (RESIDUAL) {
-          total += float(residual[uint(t) * uint(residual_strides[1]) + output * uint(residual_strides[2])]);
-        }
-        out[begin + uint(t) * outputs + output] = O(total);
-      }
+  // A turn's first round begins its sums anew.
+  if (round == 0u) {
+    UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+      UNROLL for (int t = 0; t < ROWS; ++t) sum[r][t] = 0.0f;
     }
+  }
+  UNROLL for (int a = 0; a < AHEAD; ++a) {
+    UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+      UNROLL for (int i = 0; i < 4; ++i) word[a][r][i] = next[a][r][i];
+      scale[a][r] = next_scale[a][r];
+      bias[a][r] = next_bias[a][r];
+    }
+  }
+  ++round;
+  if (round == turn_rounds) {
+    round = 0u;
+    ++turn;
   }
 }
 

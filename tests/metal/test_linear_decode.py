@@ -299,8 +299,8 @@ def test_the_variants_run_by_name_and_in_no_order(device, monkeypatch):
 
 # ---- mistakes put into the text, each caught by the check that is there to catch it ----
 
-STAGED = "if (turn + chunk > 0u) threadgroup_barrier(mem_flags::mem_threadgroup);"
-READY = "        threadgroup_barrier(mem_flags::mem_threadgroup);\n        if constexpr (PROLOGUE == 1) {"
+STAGED = "if (q > 1u) threadgroup_barrier(mem_flags::mem_threadgroup);"
+READY = "      threadgroup_barrier(mem_flags::mem_threadgroup);\n      if constexpr (PROLOGUE == 1) {"
 STORED = "out[begin + uint(t) * outputs + output] = O(total);"
 
 COMPILE = {
@@ -326,8 +326,8 @@ RUN = {
     "outputs past the last": (0, "sub < uint(OUTPUTS) && output < outputs", "sub < uint(OUTPUTS)", {"bounds"}),
     "weights past the last": (
         0,
-        "if (output < outputs && at < words) {",
-        "if (at < words) {",
+        "if (q < rounds && output < outputs && at < words) {",
+        "if (q < rounds && at < words) {",
         {"bounds"},
     ),
     "words past the row's end": (2, "output < outputs && at < words", "output < outputs", {"bounds"}),
@@ -347,8 +347,8 @@ RUN = {
     ),
     "the last output forgotten": (
         0,
-        "output < outputs) {\n      if",
-        "output + 1u < outputs) {\n      if",
+        "output < outputs) {\n          if",
+        "output + 1u < outputs) {\n          if",
         {"unwritten"},
     ),
 }
@@ -383,7 +383,7 @@ def test_the_checked_run_reports(name, monkeypatch):
         ("four.w = value[4 * h + 3] * 0.000244140625f;", "four.w = value[4 * h + 3] * 0.00390625f;"),
         ("if (!wide) total += other;", "total += other;"),
         ("squares * (1.0f / float(INPUTS))", "squares * (1.0f / float(chunk_inputs))"),
-        ("multiply_add(bias[a][r], total, sum[r][t])", "multiply_add(bias[a][r], dot[r][t], sum[r][t])"),
+        ("multiply_add(float(bias[a][r]), total, sum[r][t])", "multiply_add(float(bias[a][r]), dot[r][t], sum[r][t])"),
     ],
 )
 def test_wrong_arithmetic_is_seen_by_the_reference(old, new, monkeypatch):
