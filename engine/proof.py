@@ -77,7 +77,7 @@ def for_a_gpu(variant: Variant) -> bool:
 
 def verdict(part: str, name: str, again: bool = False) -> Verdict:
     """The kept answer, or that of a trial made now (`again`: whatever was kept)."""
-    path = FOLDER / f"{_key(part, name)}.json"
+    path = _path(part, name)
     if not again and (kept := _read(path)) is not None:
         return kept
     # Written first: a kernel that takes the process down is known by it the next time.
@@ -123,10 +123,10 @@ def _point(op: Op, variant: Variant, case: Case, point: Mapping[str, Any]) -> st
     return "" if error <= bound else f"{dict(point)}: relative RMS error {error:.2g} exceeds {bound:.2g}"
 
 
-def _key(part: str, name: str) -> str:
+def _path(part: str, name: str) -> Path:
     code = tuned.identity(part if part in OPS else tuned.STEP)
     told = (tuned.chip(), tuned.mlx_version(), code, part, name)
-    return f"{part}-{name}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}"
+    return FOLDER / f"{part}-{name}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}.json"
 
 
 @lru_cache(maxsize=256)

@@ -131,6 +131,14 @@ def test_a_torn_answer_is_no_answer(monkeypatch, tmp_path):
     assert MESSAGE in json.loads(path.read_text(encoding="utf-8"))["reason"]
 
 
+def test_on_cuda_the_doctor_tries_and_engines_go_by_it(monkeypatch):
+    monkeypatch.setattr(proof, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(loader, "launch", reject)
+    assert proof.refusal("decode_attention", "metal") is None
+    proof.verdict("decode_attention", "metal", again=True)
+    assert MESSAGE in str(proof.refusal("decode_attention", "metal"))
+
+
 def test_no_gpu_no_trial(monkeypatch, tmp_path):
     monkeypatch.setattr(proof, "device_kind", lambda: "cpu")
     monkeypatch.setattr(loader, "launch", lambda call: pytest.fail("tried on a CPU"))
