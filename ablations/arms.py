@@ -6,7 +6,8 @@ A toggle is a name for a setting of a few `EngineConfig` fields, with an off sid
 differ in more than the field asked about; `impossible` says what cannot run anywhere, with the reason.
 
 Settings name variants, not ``best``: a contrast of ``best`` with something else would ask a different question on
-each machine. What a build or device lacks is refused by the engine when it binds, and becomes a skipped row.
+each machine. Only where a name means one thing on a GPU and another on a CPU do they ask which kind of `device` it is;
+unknown, it is a CPU. What a build or device lacks is refused by the engine when it binds, and becomes a skipped row.
 """
 
 from __future__ import annotations
@@ -38,10 +39,16 @@ class AnyBut:
 @dataclass(frozen=True)
 class Setting:
     """What one value of a toggle sets: dotted field to value. `also`: other values of a field that keep its meaning
-    (a split into blocks is a split too), so that naming one of them is no contradiction."""
+    (a split into blocks is a split too), so that naming one of them is no contradiction. `gpu`: fields of `fields` that
+    have another value on a GPU."""
 
     fields: Mapping[str, Any]
     also: Mapping[str, tuple[Any, ...] | AnyBut] = field(default_factory=dict)
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+
+    def on(self, device: str) -> dict[str, Any]:
+        """The fields on a kind of device (``metal``, ``cuda``, ``cpu``)."""
+        return {**self.fields, **(self.gpu if device in ("metal", "cuda") else {})}
 
 
 @dataclass(frozen=True)
@@ -113,10 +120,10 @@ _OWN_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx", 
 _SPLITTING_ATTENTION = (Need("decode_attention.variant", ("best", "reference", "mlx"), "matmul"),)
 _OWN_EXPERTS = (Need("experts.variant", ("reference", "mlx", "expanded", "grouped"), "best"),)
 # A folded step takes the place of these ops' own variants, so none may be named but those that it holds.
-_FOLDED_PRODUCTS = (Need("linear", ("expanded", "reference", "mlx"), "best"),)
+_FOLDED_PRODUCTS = (Need("linear", ("expanded", "reference", "mlx", "packed"), "best"),)
 _FOLDED_STEP = (
     *_FOLDED_PRODUCTS,
-    Need("experts.variant", (*_UNPACKED, "mlx"), "best"),
+    Need("experts.variant", (*_UNPACKED, "mlx", "packed"), "best"),
     Need("route", ("host", "mlx", "reference"), "best"),
     Need("gated_delta", ("recurrence", "reference", "mlx", "chunked"), "best"),
     Need("head", ("mlx", "reference"), "best"),
@@ -160,7 +167,10 @@ _ALL = (
             "packed": Setting(
                 {"linear": "mlx", "experts.variant": "mlx"},
                 {"linear": AnyBut(_UNPACKED), "experts.variant": AnyBut(_UNPACKED)},
+                {"linear": "packed", "experts.variant": "packed"},
             ),
+            # Off as well: our kernels, not MLX's product, on stacks that were expanded first.
+            "expanded_grouped": {"linear": "expanded", "experts.variant": "expanded_grouped"},
         },
         {},
     ),
@@ -339,20 +349,21 @@ class _Claim:
     also: tuple[Any, ...] | AnyBut = ()
 
 
-def expand(toggles: Mapping[str, Any], explicit: Mapping[str, Any] | None = None) -> Nested:
+def expand(toggles: Mapping[str, Any], explicit: Mapping[str, Any] | None = None, device: str = "cpu") -> Nested:
     """Toggles and fields set by name, as nested fields of `EngineConfig`.
 
     Args:
         toggles: ``{"packed_dequant": "off", "gqa_packing": 4}``.
         explicit: fields set by name, nested or dotted; kept in the result.
+        device: kind of device that it is for.
 
     Raises:
         ArmError: an unknown toggle, value or field, or two settings that contradict each other (both are named).
     """
-    return nest({name: claim.value for name, claim in _claims(toggles, explicit or {}).items()})
+    return nest({name: claim.value for name, claim in _claims(toggles, explicit or {}, device).items()})
 
 
-def _claims(toggles: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str, _Claim]:
+def _claims(toggles: Mapping[str, Any], explicit: Mapping[str, Any], device: str) -> dict[str, _Claim]:
     """What toggles and fields set by name ask for, by dotted field."""
     claims = {name: _Claim(value, f"{name}={value}") for name, value in flatten(explicit).items()}
     for name in claims:
@@ -360,7 +371,7 @@ def _claims(toggles: Mapping[str, Any], explicit: Mapping[str, Any]) -> dict[str
     for name, value in toggles.items():
         switch = toggle(name)
         setting = switch.settings[switch.key(value)]
-        for field_name, field_value in setting.fields.items():
+        for field_name, field_value in setting.on(device).items():
             claim = _Claim(field_value, f"toggle.{name}={_word(value)}", setting.also.get(field_name, ()))
             claims[field_name] = _agree(field_name, claims.get(field_name), claim)
     return claims
@@ -484,8 +495,9 @@ def arm_config(
     base: str | EngineConfig = "full",
     toggles: Mapping[str, Any] | None = None,
     fields: Mapping[str, Any] | None = None,
+    device: str = "cpu",
 ) -> EngineConfig:
-    """A configuration from a base, toggles by name, and fields by name (nested or dotted), in that order.
+    """A configuration from a base, toggles by name, and fields by name (nested or dotted), in that order, for a device.
 
     What a toggle needs of the rest is changed with it (host routing gives up the single submission), unless that
     would undo a field set by name or another toggle; `impossible` then tells.
@@ -493,14 +505,14 @@ def arm_config(
     Raises:
         ArmError: as `expand`. ConfigError: a value of the wrong kind.
     """
-    return _configured(preset(base) if isinstance(base, str) else base, toggles or {}, fields or {})[0]
+    return _configured(preset(base) if isinstance(base, str) else base, toggles or {}, fields or {}, device)[0]
 
 
 def _configured(
-    base: EngineConfig, toggles: Mapping[str, Any], fields: Mapping[str, Any]
+    base: EngineConfig, toggles: Mapping[str, Any], fields: Mapping[str, Any], device: str
 ) -> tuple[EngineConfig, dict[str, _Claim]]:
     """The configuration, and all that its toggles and fields ask for, needs included."""
-    claims = _claims(toggles, fields)
+    claims = _claims(toggles, fields, device)
     config = _with(base, {name: claim.value for name, claim in claims.items()})
     wanted = [(name, TOGGLES[name].requires[TOGGLES[name].key(value)]) for name, value in toggles.items()]
     # Needs that "best" can meet come first: after them a need for one certain variant must find it still free.
@@ -669,7 +681,12 @@ class Pair:
 
 
 def add_one_in(
-    name: str, value: Any = "on", against: Any = "off", base: str = "plain", on_top_of: Iterable[str] = ()
+    name: str,
+    value: Any = "on",
+    against: Any = "off",
+    base: str = "plain",
+    on_top_of: Iterable[str] = (),
+    device: str = "cpu",
 ) -> Pair:
     """Toggle `name` at `value` against the same at `against`, both on `base` with `on_top_of` switched on.
 
@@ -677,17 +694,18 @@ def add_one_in(
         ArmError: an unknown toggle, value or preset.
     """
     below = {other: "on" for other in on_top_of}
-    start, claims = _configured(preset(base), below, {})
-    return _pair("+".join([base, *below, _label(name, value, against)]), name, value, against, start, claims)
+    start, claims = _configured(preset(base), below, {}, device)
+    label = "+".join([base, *below, _label(name, value, against)])
+    return _pair(label, name, value, against, start, claims, device)
 
 
-def leave_one_out(name: str, value: Any = "on", against: Any = "off", base: str = "full") -> Pair:
+def leave_one_out(name: str, value: Any = "on", against: Any = "off", base: str = "full", device: str = "cpu") -> Pair:
     """`base` with toggle `name` at `value` against `base` with it at `against`: what its removal costs.
 
     Raises:
         ArmError: an unknown toggle, value or preset.
     """
-    return _pair(f"{base}-{_label(name, value, against)}", name, value, against, preset(base), {})
+    return _pair(f"{base}-{_label(name, value, against)}", name, value, against, preset(base), {}, device)
 
 
 def _label(name: str, value: Any, against: Any) -> str:
@@ -695,12 +713,20 @@ def _label(name: str, value: Any, against: Any) -> str:
     return name if usual else f"{name}={_word(value)}:{_word(against)}"
 
 
-def _pair(label: str, name: str, value: Any, against: Any, start: EngineConfig, claims: Mapping[str, _Claim]) -> Pair:
+def _pair(
+    label: str,
+    name: str,
+    value: Any,
+    against: Any,
+    start: EngineConfig,
+    claims: Mapping[str, _Claim],
+    device: str,
+) -> Pair:
     switch = toggle(name)
     keys = switch.key(value), switch.key(against)
     needs = [need for key in keys for need in switch.requires[key]]
     start, shared = _give_way(start, needs, claims)
-    arm, reference = (_with(start, switch.settings[key].fields) for key in keys)
+    arm, reference = (_with(start, switch.settings[key].on(device)) for key in keys)
     check_contrast(arm, reference, switch.fields)
     reasons = dict.fromkeys([*impossible(arm), *impossible(reference)])
     return Pair(label, name, arm, reference, switch.fields, shared, switch.phases, tuple(reasons))

@@ -90,7 +90,7 @@ class FoldedModel(Model):
     def _mix(self, w: Experts, gain: mx.array, h: mx.array) -> mx.array:
         c = self.config
         if not self.whole:
-            return h + self.experts(w, self._norm(h, gain))
+            return self.experts(w, self._norm(h, gain), h)
         logits, gate, up, shared = self._project(h, gain, w.gate, w.shared_gate_proj, w.shared_up_proj, w.shared_gate)
         self._ran("route", "metal")
         tiles = self._ran("experts", "metal", "experts.up", "experts.down")

@@ -79,7 +79,7 @@ class Model:
         else:
             assert layer.gated_delta is not None
             h = h + self.gated_delta(layer.gated_delta, index, x, view)
-        return h + self.experts(layer.experts, self._norm(h, layer.post_norm))
+        return self.experts(layer.experts, self._norm(h, layer.post_norm), h)
 
     def attention(self, w: Attention, index: int, x: mx.array, view: ExactView) -> mx.array:
         """Gated full attention: query and gate per head from one projection, the gate applied before `o_proj`."""
@@ -113,12 +113,12 @@ class Model:
 
         return self._linear(view.recur(index, (qkv, z, b, a), core), w.out_proj)
 
-    def experts(self, w: Experts, x: mx.array) -> mx.array:
-        """Route every row to its experts and add the shared one."""
+    def experts(self, w: Experts, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """Route every row to its experts and add the shared one, and the residual if there is one."""
         rows = x.shape[1]
         logits = self._linear(x, w.gate).squeeze(0)
         routing = self.ops.route(logits, self.config.num_experts_per_tok, self.config.norm_topk_prob, rows=rows)
-        return self.ops.experts(x, routing, w, rows=rows)
+        return self.ops.experts(x, routing, w, rows=rows, residual=residual)
 
     def head(self, h: mx.array) -> mx.array:
         """Logits ``[1, T, vocabulary]`` of hidden rows ``[1, T, hidden]``."""

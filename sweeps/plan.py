@@ -163,16 +163,16 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
         config_hash=config_hash,
     )
     notes = [*plan.notes, *([] if probe else ["times come from the geometry; they sharpen once the model is here"])]
-    expanded = {arm.name: _expanded(arm, request.engine) for arm in arms if arm.toggles and not arm.aa}
+    expanded = {arm.name: _expanded(arm, request.engine, machine.kind) for arm in arms if arm.toggles and not arm.aa}
     rows = plan.rows(points)
     return Plan(
         job, rows, plan.total(points), machine, model, probe is not None, dropped, notes, expanded, forecast.start()
     )
 
 
-def _expanded(arm: Arm, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _expanded(arm: Arm, base: dict[str, Any], device: str) -> dict[str, dict[str, Any]]:
     """What each toggle of an arm sets, and what the arm had to change besides so that it and its partners can run."""
-    made = {f"toggle.{name}": fields for name, fields in toggles.fields_of(arm.toggles).items()}
+    made = {f"toggle.{name}": fields for name, fields in toggles.fields_of(arm.toggles, device).items()}
     named = {field for fields in made.values() for field in fields}
     besides = {name: value for name, value in toggles.differing(arm.config, base).items() if name not in named}
     return made | ({"running it in every arm": besides} if besides else {})
@@ -184,11 +184,11 @@ def _expanded(arm: Arm, base: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _arms(request: Request, asked: Builder) -> tuple[list[Arm], list[Contrast]]:
     """Arms in order: reference, others, baseline, A/A. Every engine arm is a checked EngineConfig."""
     if request.base is not None:
-        return _base_head(request, request.base)
+        return _base_head(request, request.base, asked.device)
     if request.head is not None:
         raise PlanError(f"head={request.head} goes with base=CHECKOUT, what it is held against")
     if request.sweep == "calibrate":
-        return _calibration(request)
+        return _calibration(request, asked.device)
     for ablation in request.ablations:
         if ablation["varies"] in request.toggles:
             name, varies = ablation["name"], ablation["varies"]
@@ -196,7 +196,7 @@ def _arms(request: Request, asked: Builder) -> tuple[list[Arm], list[Contrast]]:
         asked.build(ablation, request.directions)
     made = asked.made
     engine_arms = [_arm(request, name, config, made.chosen[name]) for name, config in made.configs.items()]
-    engine_arms = engine_arms or [_engine_arm(request)]
+    engine_arms = engine_arms or [_engine_arm(request, asked.device)]
     contrasts = [Contrast(f"{a.arm} vs {a.reference}", a.arm, a.reference, a.about) for a in made.pairs]
     arms = list(engine_arms)
     baseline = _baseline(request)
@@ -214,14 +214,14 @@ def _arms(request: Request, asked: Builder) -> tuple[list[Arm], list[Contrast]]:
     return _with_planted(request, arms, contrasts)
 
 
-def _calibration(request: Request) -> tuple[list[Arm], list[Contrast]]:
-    arm = _engine_arm(request)
+def _calibration(request: Request, device: str) -> tuple[list[Arm], list[Contrast]]:
+    arm = _engine_arm(request, device)
     arms = [arm, _again(arm), _again(arm, 2)]
     contrasts = [Contrast(f"A/A {i}", other.name, arm.name) for i, other in enumerate(arms[1:], 1)]
     return _with_planted(request, arms, contrasts)
 
 
-def _base_head(request: Request, base: Path) -> tuple[list[Arm], list[Contrast]]:
+def _base_head(request: Request, base: Path, device: str) -> tuple[list[Arm], list[Contrast]]:
     """The engine of another checkout and this one's under the same settings, each in a process of its own.
 
     The A/A arm has a process of its own too, since two processes of one program differ by more than two engines in one.
@@ -233,7 +233,7 @@ def _base_head(request: Request, base: Path) -> tuple[list[Arm], list[Contrast]]
     head = request.head or remote.ROOT
     for word, folder in (("base", base), ("head", head)):
         remote.check_checkout(folder, word)
-    plain = _engine_arm(request)
+    plain = _engine_arm(request, device)
     folders = {"base": (base, ""), "head": (head, ""), "head.again": (head, "again")}
     arms = []
     for name, (folder, process) in folders.items():
@@ -264,11 +264,11 @@ def _again(arm: Arm, number: int = 1) -> Arm:
     return dataclasses.replace(arm, name=f"{arm.name}.{suffix}", aa=True)
 
 
-def _engine_arm(request: Request) -> Arm:
+def _engine_arm(request: Request, device: str) -> Arm:
     name = request.engine_name
     if request.toggles:
         name += "," + ",".join(f"{key}={value}" for key, value in sorted(request.toggles.items()))
-    config = toggles.apply(request.engine, request.toggles, request.engine_fields)
+    config = toggles.apply(request.engine, request.toggles, request.engine_fields, device)
     return _arm(request, name, config, request.toggles)
 
 

@@ -7,7 +7,7 @@ what was published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,8 +97,9 @@ class Builder:
             values = [str(value) for value in ablation["values"]]
             self._values(ablation["varies"], values, given, ablation["claims"], ablation["settings"])
 
-    def _presets(self, names: Iterable[str], given: Mapping[str, Any]) -> None:
-        made = [self.made.add(n, toggles.apply(preset(n).to_dict(), given, self.fields), given) for n in names]
+    def _presets(self, names: Sequence[str], given: Mapping[str, Any]) -> None:
+        configs = [toggles.apply(preset(n).to_dict(), given, self.fields, self.device) for n in names]
+        made = [self.made.add(name, config, given) for name, config in zip(names, configs)]
         for name in made[1:]:
             self.made.ask(name, made[0])
 
@@ -120,7 +121,7 @@ class Builder:
             reference = self.made.add(f"{name}={words[0]}", configs[0], {**given, name: words[0]})
             for word in words[1:]:
                 for fields in settings:
-                    config = toggles.apply(self.engine, {**given, name: word}, {**self.fields, **fields})
+                    config = toggles.apply(self.engine, {**given, name: word}, {**self.fields, **fields}, self.device)
                     toggle_arms.check_contrast(config, configs[0], [*toggle_arms.toggle(name).fields, *fields])
                     label = ",".join(f"{field.rpartition('.')[2]}={value}" for field, value in fields.items())
                     arm = self.made.add(f"{name}={word},{label}", config, {**given, name: word})
@@ -139,8 +140,8 @@ class Builder:
 
     def _family(self, name: str, values: Sequence[str], base: Nested, given: Mapping[str, Any]) -> list[EngineConfig]:
         if "." not in name:
-            return toggles.family(name, values, base, given, self.fields)
-        made = [toggles.apply(base, given, {**self.fields, name: int(value)}) for value in values]
+            return toggles.family(name, values, base, given, self.fields, self.device)
+        made = [toggles.apply(base, given, {**self.fields, name: int(value)}, self.device) for value in values]
         for other in made[1:]:
             toggle_arms.check_contrast(other, made[0], [name])
         return made
@@ -168,10 +169,10 @@ class Builder:
         """Cumulative arms from everything off to everything on; a step that cannot run here is left out and said."""
         base = preset("plain").to_dict()
         chosen: dict[str, Any] = dict(given)
-        rungs = [self.made.add("plain", toggles.apply(base, chosen, self.fields), chosen)]
+        rungs = [self.made.add("plain", toggles.apply(base, chosen, self.fields, self.device), chosen)]
         names, left_out = ["plain"], {}
         for step in steps:
-            config = toggles.apply(base, {**chosen, step: "on"}, self.fields)
+            config = toggles.apply(base, {**chosen, step: "on"}, self.fields, self.device)
             reason = self.refusal(config.to_dict())
             if reason:
                 left_out[step] = reason
@@ -182,7 +183,7 @@ class Builder:
                 self.made.ask(arm, rungs[-1], ladder=[step])
                 rungs.append(arm)
                 names.append(step)
-        full = self.made.add("full", toggles.apply(preset("full").to_dict(), given, self.fields), given)
+        full = self.made.add("full", toggles.apply(preset("full").to_dict(), given, self.fields, self.device), given)
         if full not in rungs:
             self.made.ask(full, rungs[-1], ladder=["all the rest"])
             rungs.append(full)
@@ -200,7 +201,7 @@ class Builder:
         off = {name: toggle_arms.toggle(name).off for name in names}
         on = {name: toggle_arms.toggle(name).on for name in names}
         settings = [off, {**off, first: on[first]}, {**off, second: on[second]}, on]
-        configs = toggles.combinations(settings, preset("plain").to_dict(), given, self.fields)
+        configs = toggles.combinations(settings, preset("plain").to_dict(), given, self.fields, self.device)
         four = [
             self.made.add("plain," + ",".join(f"{k}={v}" for k, v in one.items()), config, {**given, **one})
             for one, config in zip(settings, configs)

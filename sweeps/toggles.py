@@ -30,17 +30,22 @@ def check(name: str, value: str) -> str:
     return arms.toggle(name).key(word)
 
 
-def apply(base: Nested, chosen: Mapping[str, Any], fields: Mapping[str, Any]) -> EngineConfig:
-    """`base` with toggles by name and dotted fields set by hand.
+def apply(base: Nested, chosen: Mapping[str, Any], fields: Mapping[str, Any], device: str = "cpu") -> EngineConfig:
+    """`base` with toggles by name, as they are on a kind of device, and dotted fields set by hand.
 
     Raises:
         ArmError: two of them contradict each other.
     """
-    return arms.arm_config(EngineConfig.from_dict(base), chosen, fields)
+    return arms.arm_config(EngineConfig.from_dict(base), chosen, fields, device)
 
 
 def family(
-    name: str, values: Sequence[str], base: Nested, chosen: Mapping[str, Any], fields: Mapping[str, Any]
+    name: str,
+    values: Sequence[str],
+    base: Nested,
+    chosen: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    device: str = "cpu",
 ) -> list[EngineConfig]:
     """One configuration for each of `values` of toggle `name`, differing in nothing but that toggle's fields.
 
@@ -49,11 +54,15 @@ def family(
     Raises:
         ArmError: contradictions, values that come to the same, or arms that differ in more than the toggle.
     """
-    return combinations([{name: value} for value in values], base, chosen, fields)
+    return combinations([{name: value} for value in values], base, chosen, fields, device)
 
 
 def combinations(
-    settings: Sequence[Mapping[str, str]], base: Nested, chosen: Mapping[str, Any], fields: Mapping[str, Any]
+    settings: Sequence[Mapping[str, str]],
+    base: Nested,
+    chosen: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    device: str = "cpu",
 ) -> list[EngineConfig]:
     """One configuration for each of `settings` (toggle to value), differing in nothing but those toggles' fields.
 
@@ -63,13 +72,13 @@ def combinations(
         ArmError: contradictions, settings that come to the same, or arms that differ in more than the toggles.
     """
     own = [field for name in dict.fromkeys(name for one in settings for name in one) for field in _fields_of(name)]
-    start = apply(base, chosen, fields)
+    start = apply(base, chosen, fields, device)
     shared: dict[str, Any] = {}
     for one in settings:
-        changed = arms.differing_fields(apply(base, {**chosen, **one}, fields), start)
+        changed = arms.differing_fields(apply(base, {**chosen, **one}, fields, device), start)
         shared |= {field: pair[0] for field, pair in changed.items() if field not in own}
     level = arms.nest({**arms.flatten(base), **shared})
-    made = [apply(level, {**chosen, **one}, fields) for one in settings]
+    made = [apply(level, {**chosen, **one}, fields, device) for one in settings]
     for arm in made[1:]:
         arms.check_contrast(arm, made[0], own)
     return made
@@ -79,12 +88,12 @@ def _fields_of(name: str) -> tuple[str, ...]:
     return arms.toggle(name).fields
 
 
-def fields_of(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def fields_of(chosen: Mapping[str, Any], device: str = "cpu") -> dict[str, dict[str, Any]]:
     """What each chosen toggle expands to: toggle name to dotted fields and values."""
     made = {}
     for name, value in chosen.items():
         switch = arms.toggle(name)
-        made[f"{name}={value}"] = dict(switch.settings[switch.key(value)].fields)
+        made[f"{name}={value}"] = dict(switch.settings[switch.key(value)].on(device))
     return made
 
 

@@ -191,7 +191,11 @@ def one_line(error: BaseException) -> str:
 
 
 def refused(arm: Arm, row: SampleRow) -> str | None:
-    """Why the row cannot stand for its arm: a named variant did not run, or nothing says what ran; None if it can."""
+    """Why the row cannot stand for its arm: a named variant did not run, or nothing says what ran; None if it can.
+
+    Calls without a tile (a variant that has none, few rows) say nothing about one, but a prefill of which no call has
+    the tile that was named did not run with it.
+    """
     if arm.subject != "engine":
         return None
     if not row.executed:
@@ -199,9 +203,12 @@ def refused(arm: Arm, row: SampleRow) -> str | None:
     for op, (variant, tile) in asked(arm.config).items():
         ran = [entry for entry in row.executed if entry["op"] == op]
         for name, wanted in (("variant", variant), ("tile", tile)):
-            others = sorted({str(e.get(name)) for e in ran if str(e.get(name)) != wanted})
+            said = {str(e.get(name) or "") for e in ran}
+            if name == "tile" and (row.phase != "prefill" or len(said) > 1):
+                said -= {""}
+            others = sorted(said - {wanted})
             if wanted != "best" and others:
-                return f"{op} {name} {wanted} was asked for, {', '.join(others)} ran"
+                return f"{op} {name} {wanted} was asked for, {', '.join(others) or 'none'} ran"
     return None
 
 

@@ -25,6 +25,7 @@ from ablations.arms import (
     toggle,
 )
 from engine.config import ConfigError, EngineConfig
+from engine.ops import bind
 
 EVERY_VALUE = [(name, key) for name, switch in TOGGLES.items() for key in switch.settings]
 
@@ -67,6 +68,17 @@ def test_on_and_off_are_two_settings_that_set_the_same_fields_apart(name):
     assert switch.key("on") == switch.on and switch.key("off") == switch.off
     assert set(switch.requires) == set(switch.settings)
     assert set(switch.phases) <= {"prefill", "decode"}
+
+
+def test_packed_names_what_runs_packed_weights_on_the_device():
+    """Our kernels where a GPU runs them, MLX's product on a CPU; the other side expands; nothing else differs."""
+    for device, variant in (("cuda", "packed"), ("metal", "packed"), ("cpu", "mlx")):
+        pair = leave_one_out("packed_dequant", device=device)
+        assert differing_fields(pair.arm, pair.reference) == {
+            "linear": (variant, "expanded"),
+            "experts.variant": (variant, "expanded"),
+        }
+        bind(pair.arm, device), bind(pair.reference, device)
 
 
 def test_numbers_may_be_written_as_numbers():

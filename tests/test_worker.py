@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -226,8 +227,8 @@ def test_a_clock_that_keeps_jumping_is_an_error_with_its_flag(tmp_path):
 ENGINE = Arm("e", "engine", {"linear": "mlx", "experts": {"variant": "best", "tile": "32"}, "head": "best"})
 
 
-def executed(*entries: tuple[str, str, str | None]) -> SampleRow:
-    row = SampleRow("r", 0, "p", "e", "h", "engine", "decode", 256, 0, 0, "ok")
+def executed(*entries: tuple[str, str, str | None], phase: Any = "decode") -> SampleRow:
+    row = SampleRow("r", 0, "p", "e", "h", "engine", phase, 256, 0, 0, "ok")
     row.executed = [{"op": op, "variant": variant, "tile": tile, "calls": 1} for op, variant, tile in entries]
     return row
 
@@ -240,6 +241,10 @@ def executed(*entries: tuple[str, str, str | None]) -> SampleRow:
         (executed(("linear", "mlx", None), ("linear", "metal", None)), "linear variant mlx was asked for, metal ran"),
         (executed(("experts", "metal", "64")), "experts tile 32 was asked for, 64 ran"),
         (executed(), "nothing executed"),
+        # What has no tile, few rows among them, was not asked for one.
+        (executed(("experts", "metal", "")), None),
+        (executed(("experts", "packed", "32"), ("experts", "packed", ""), phase="prefill"), None),
+        (executed(("experts", "packed", ""), phase="prefill"), "experts tile 32 was asked for, none ran"),
     ],
 )
 def test_a_row_whose_arm_did_not_run_what_it_asked_for_is_refused(row, reason):

@@ -3,8 +3,8 @@
 Two launches: keys and values are laid out as matrix tiles, then each simdgroup walks over them with the tokens of a
 head. The room it takes beside its result is as much as the keys and values that it is shown.
 
-On an H200, 16 heads over 2 key/value heads, bfloat16, 2048 rows: over 2048 keys 0.45 ms (16x4; 16x8 0.53) where MLX's op
-takes 0.66 and products over tiles of rows 1.35; over 8192 1.79 and 1.74; over 32,768 11.8 and 3.75, over 131,072
+On an H200, 16 heads over 2 key/value heads, bfloat16, 2048 rows: over 2048 keys 0.45 ms (16x4; 16x8 0.53) where MLX's
+op takes 0.66 and products over tiles of rows 1.35; over 8192 1.79 and 1.74; over 32,768 11.8 and 3.75, over 131,072
 49.8 and 18.8: past 8192 keys products win.
 """
 

@@ -33,11 +33,15 @@ class BoundOp:
     tuned: tuple[Choice, ...] = ()
     far: tuple[int, Variant] | None = None
 
-    def __call__(self, *arguments: Any, rows: int) -> Any:
-        """Run the variant for `rows` new rows and count the call."""
+    def __call__(self, *arguments: Any, rows: int, residual: Any = None) -> Any:
+        """Run the variant for `rows` new rows and count the call; a residual is added to what it returns."""
         variant, settings, chosen = self.pick(rows, arguments)
         self.recorder.record(self.op.name, variant.name, _tile(settings), chosen)
-        return variant.run(*arguments, **settings)
+        if residual is None:
+            return variant.run(*arguments, **settings)
+        if variant.adds:
+            return variant.run(*arguments, residual=residual, **settings)
+        return residual + variant.run(*arguments, **settings)
 
     def pick(self, rows: int, arguments: tuple[Any, ...] = ()) -> tuple[Variant, dict[str, Any], str]:
         """Variant and settings of a call with `rows` new rows, and ``"tuned"``, ``"untuned"`` or, of a named one, "".

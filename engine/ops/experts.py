@@ -158,14 +158,25 @@ def experts_metal(x: mx.array, routing: Routing, w: Experts, **tiles: tuple[int,
     return kernels.experts_metal_routed(x, routing.ids, routing.weights, w, shared=shared, **tiles)
 
 
-def experts_packed(x: mx.array, routing: Routing, w: Experts, tile: str = "best") -> mx.array:
+def experts_packed(
+    x: mx.array, routing: Routing, w: Experts, tile: str = "best", residual: mx.array | None = None
+) -> mx.array:
     """Our kernels for many rows: grouped on the device, packed products by matrix units, one sum at the end.
+
+    A single row is gathered by MLX's product instead. The sum adds `residual` before it is rounded.
 
     Raises:
         KernelError: float32 activations, a packing the kernels do not read, or a tile that does not exist.
     """
+    if x.shape[1] == 1:
+        return _added(experts_mlx(x, routing, w), residual)
     logit = linear_mlx(x, w.shared_gate)
-    return experts_prefill.experts_packed(x, routing.ids, routing.weights, w, logit=logit, tile=tile)
+    call = experts_prefill.experts_packed
+    return call(x, routing.ids, routing.weights, w, logit=logit, residual=residual, tile=tile)
+
+
+def _added(x: mx.array, residual: mx.array | None) -> mx.array:
+    return x if residual is None else residual + x
 
 
 def _shared_settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
@@ -174,22 +185,34 @@ def _shared_settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dic
     return {"shared": "beside"} if beside else {}
 
 
-def experts_expanded_grouped(x: mx.array, routing: Routing, w: Experts, tile: str = "best") -> mx.array:
+def experts_expanded_grouped(
+    x: mx.array, routing: Routing, w: Experts, tile: str = "best", residual: mx.array | None = None
+) -> mx.array:
     """As `experts_packed`, with the routed stacks expanded into arrays once per use, which the same kernels then read.
 
     Raises:
         KernelError: as `experts_packed`.
     """
+    if x.shape[1] == 1:
+        return _added(experts_expanded(x, routing, w), residual)
     gate, up, down = (Matrix(m.dense(x.dtype)) for m in (w.gate_proj, w.up_proj, w.down_proj))
     expanded = dataclasses.replace(w, gate_proj=gate, up_proj=up, down_proj=down)
-    return experts_packed(x, routing, expanded, tile)
+    return experts_packed(x, routing, expanded, tile, residual)
 
 
 def _settled(arguments: tuple[Any, ...], settings: dict[str, Any]) -> dict[str, Any]:
-    """The tile that `experts_packed` is to run with."""
-    _, routing, w = arguments
+    """The tile that `experts_packed` is to run with; none for a single row."""
+    x, routing, w = arguments
+    if x.shape[1] == 1:
+        return {}
     wanted = settings.get("tile", "best")
     return {"tile": experts_prefill.tile_for_experts(wanted, routing.ids.size, w.gate_proj.shape[0])}
+
+
+def _several_rows(case: Case | None, device: str) -> str | None:
+    if case is not None and case["rows"] == 1:
+        return "a single row is gathered by MLX's product"
+    return experts_prefill.supports(case, device)
 
 
 def _one(w: Matrix, expert: int) -> Matrix:
@@ -282,8 +305,9 @@ EXPERTS = declare(
                 Variant(
                     "packed",
                     experts_packed,
-                    "our kernels for many rows: grouped on the device, packed products by matrix units, no host read",
-                    supports=experts_prefill.supports,
+                    "our kernels for many rows: grouped on the device, packed products by matrix units; one row as mlx",
+                    supports=_several_rows,
+                    adds=True,
                     tiles=tuple(experts_prefill.TILES),
                     settings=("tile",),
                     settled=_settled,
@@ -291,8 +315,9 @@ EXPERTS = declare(
                 Variant(
                     "expanded_grouped",
                     experts_expanded_grouped,
-                    "stacks expanded into arrays, then the kernels of packed on those",
-                    supports=experts_prefill.supports,
+                    "stacks expanded into arrays, then the kernels of packed on those; one row as expanded",
+                    supports=_several_rows,
+                    adds=True,
                     tiles=tuple(experts_prefill.TILES),
                     settings=("tile",),
                     settled=_settled,

@@ -8,7 +8,7 @@ from engine.config import GROUP_SIZE
 from engine.kernels import experts_prefill
 from engine.kernels import linear as kernels
 from engine.ops import geometry
-from engine.ops.registry import Case, Op, Variant, declare, same_order
+from engine.ops.registry import DECODE_ROWS, Case, Op, Variant, declare, same_order
 from engine.weights import Matrix
 
 
@@ -27,6 +27,21 @@ def linear_mlx(x: mx.array, w: Matrix) -> mx.array:
 def linear_expanded(x: mx.array, w: Matrix) -> mx.array:
     """Expand the weight into an array once per use, then MLX's dense product."""
     return x @ w.dense(x.dtype).T
+
+
+def linear_packed(x: mx.array, w: Matrix, *, tile: str = "best") -> mx.array:
+    """Our kernel for many rows; up to 8 are MLX's packed product. tile: one of the kernel's.
+
+    Raises:
+        KernelError: as `engine.kernels.experts_prefill.linear_packed`.
+    """
+    return linear_mlx(x, w) if x.shape[1] <= DECODE_ROWS else experts_prefill.linear_packed(x, w, tile=tile)
+
+
+def _many_rows(case: Case | None, device: str) -> str | None:
+    if case is not None and case["rows"] <= DECODE_ROWS:
+        return f"up to {DECODE_ROWS} rows are MLX's packed product"
+    return experts_prefill.supports(case, device)
 
 
 def packed(seed: int, shape: tuple[int, ...], dtype: mx.Dtype, bits: int = 4) -> Matrix:
@@ -66,9 +81,9 @@ LINEAR = declare(
                 ),
                 Variant(
                     "packed",
-                    experts_prefill.linear_packed,
-                    "our kernel for many rows: weights expanded in registers, by matrix units, for Metal and CUDA",
-                    supports=experts_prefill.supports,
+                    linear_packed,
+                    "our kernel for many rows: weights expanded in registers, by matrix units; few rows as mlx",
+                    supports=_many_rows,
                     tiles=tuple(experts_prefill.TILES),
                 ),
             )

@@ -76,6 +76,7 @@ class Variant:
         settled: from the arguments and the settings to what `run` is told; only shapes may matter.
         reads_pages: it takes keys and values as `engine.pages.Paged` too.
         reads_host: it reads an array back to the host, so it cannot run inside a compiled step.
+        adds: it takes a keyword ``residual``, an array or None, and adds it to its result.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Variant:
     settled: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]] = as_they_are
     reads_pages: bool = False
     reads_host: bool = False
+    adds: bool = False
     space: tuple[Mapping[str, Any], ...] = ()
 
     @property
