@@ -7,10 +7,11 @@ counter, or the right to read it there is no figure. A counter is read before an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from sweeps import environment
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def _nvidia() -> Meter:
 
 def _visible(pynvml: Any) -> Any:
     """The board that this process computes on: the first of those it may see."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+    first = environment.visible_gpu()
     if first.isdecimal():
         return pynvml.nvmlDeviceGetHandleByIndex(int(first))
     return pynvml.nvmlDeviceGetHandleByUUID(first)

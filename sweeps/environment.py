@@ -93,6 +93,11 @@ def accelerator_key() -> str:
 # -- machine -----------------------------------------------------------------------------------------
 
 
+def visible_gpu() -> str:
+    """Index or identifier of the first CUDA device that this process may use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+
+
 def machine() -> dict[str, Any]:
     """Facts that hold for the life of the process. Sizes in bytes; what is unknown is None."""
     device = _device()

@@ -62,11 +62,11 @@ def test_a_part_ends_before_the_next_job_and_the_next_command_goes_on(requests, 
     assert suite.run("quick", requests, tmp_path / "s", first, clock) == 0
     assert first.parts == [300, 170], "the third job would have had 40 s"
     assert "1 of 3 jobs are not done: give the same command again" in capsys.readouterr().err
-    assert json.loads((tmp_path / "s" / "suite.json").read_text())["finished"] is False
+    assert json.loads((tmp_path / "s" / "suite.json").read_text(encoding="utf-8"))["finished"] is False
     again = Runner(clock, 10)
     assert suite.run("quick", requests, tmp_path / "s", again, clock) == 0
     assert again.parts == [300]
-    assert json.loads((tmp_path / "s" / "suite.json").read_text())["finished"] is True
+    assert json.loads((tmp_path / "s" / "suite.json").read_text(encoding="utf-8"))["finished"] is True
 
 
 def test_a_job_that_fails_does_not_keep_the_others_from_running(requests, tmp_path, monkeypatch):
