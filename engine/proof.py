@@ -60,8 +60,8 @@ _UNFINISHED = "the process ended during its self-test; `python -m engine doctor`
 def refusal(part: str, name: str) -> str | None:
     """Why a variant of an op, or ``("unit", name)``, is not to be used on this machine; None if it may.
 
-    Only kernels of a GPU are asked about. On Metal the trial runs if no answer is kept; on CUDA, where it takes minutes to
-    compile and the GPU tests have run, it is `python -m engine doctor` that makes it, and no answer is no refusal.
+    Only kernels of a GPU are asked about. On Metal the trial runs if no answer is kept; on CUDA, where compiling takes
+    minutes, it is `python -m engine doctor` that makes it, and no answer is no refusal.
     """
     device = device_kind()
     if device == "cpu" or (device == "cuda" and _read(_path(part, name)) is None):
