@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ablations.arms import ArmError
-from engine.config import ModelConfig
+from ablations.arms import ArmError, differing_fields
+from engine.config import EngineConfig, ModelConfig
 from sweeps import compose, models, plan, preview
 from sweeps.forecast import Probe, apple, cpu, cuda
 from sweeps.models import Model, read
@@ -368,3 +368,64 @@ def test_a_run_that_was_unpacked_elsewhere_goes_on_there(tmp_path):
     again = made("sweep=borrowed", launch=tmp_path / "there").job
     assert again.run_dir == str(there)
     assert plan.interrupted(again) == dataclasses.replace(first, run_dir=str(there))
+
+
+# -- questions ------------------------------------------------------------------------------------
+
+
+def differing(job, arm, reference):
+    arms = {a.name: EngineConfig.from_dict(a.config) for a in job.arms if a.config}
+    return set(differing_fields(arms[arm], arms[reference]))
+
+
+def test_both_directions_and_the_published_one_differ_in_the_toggle_alone():
+    job = made("ablation=gpu_routing", "directions=[in,claim,out]", "subject=none", "sweep=ten").job
+    asked = [(c.arm, c.reference, c.about) for c in job.contrasts if c.about]
+    assert [about["directions"] for *_, about in asked] == [["in"], ["claim"], ["out"]]
+    assert all(about["claims"] == ["gpu_routing"] for *_, about in asked)
+    assert all(differing(job, arm, reference) == {"route"} for arm, reference, _ in asked)
+    on = {a.name: a.config["linear"] for a in job.arms}
+    assert on[asked[0][1]] == "expanded" != on[asked[1][1]], "the claim stands on packed weights"
+
+
+def test_a_claim_on_top_of_nothing_is_the_addition_itself():
+    job = made("ablation=packed_dequant", "directions=[in,claim]", "subject=none", "sweep=ten").job
+    assert [c.about["directions"] for c in job.contrasts if c.about] == [["in", "claim"]]
+
+
+@pytest.mark.parametrize("name", ["ladder_prefill", "ladder_decode"])
+def test_a_ladder_goes_from_plain_to_full_and_says_what_cannot_be_a_rung(name):
+    job = made(f"ablation={name}", "subject=none", "sweep=ten").job
+    (ladder,) = job.settings["ladders"]
+    assert ladder["arms"][0] == "plain" and ladder["arms"][-1] == "full"
+    assert len(ladder["arms"]) == len(ladder["steps"]) and set(ladder["arms"]) <= {a.name for a in job.arms}
+    pairs = {(c.arm, c.reference) for c in job.contrasts}
+    assert set(zip(ladder["arms"][1:], ladder["arms"])) <= pairs and ("full", "plain") in pairs
+    steps = compose.request([f"ablation={name}"]).ablation["ladder"]
+    assert [s for s in steps if s not in ladder["steps"]] == [s for s in steps if s in ladder["left_out"]]
+    on_a_cpu = made(f"ablation={name}", "subject=none", "sweep=ten", machine=CPU, model=TINY, probe=fast_probe())
+    (short,) = on_a_cpu.job.settings["ladders"]
+    assert all(short["left_out"].values()) and len(short["arms"]) <= len(ladder["arms"])
+
+
+def test_an_interaction_is_four_arms_that_differ_in_two_toggles():
+    job = made("ablation=packed_x_routing", "subject=none", "sweep=ten").job
+    (asked,) = job.settings["interactions"]
+    neither, first, second, both = asked["arms"]
+    assert differing(job, first, neither) == {"linear", "experts.variant"} == differing(job, both, second)
+    assert differing(job, second, neither) == {"route"} == differing(job, both, first)
+
+
+def test_joined_questions_share_arms_of_one_configuration():
+    job = made("ablation=packed_dequant+packed_x_routing", "directions=[in]", "subject=none", "sweep=ten").job
+    hashes = [arm.hash for arm in job.arms if not arm.aa]
+    assert len(set(hashes)) == len(hashes) == 4
+
+
+def test_the_noise_of_a_run_is_that_of_an_arm_that_runs():
+    job = made(
+        "ablation=gqa_packing+kv_split", "directions=[in]", "subject=none", machine=CPU, model=TINY, probe=fast_probe()
+    ).job
+    again = next(arm for arm in job.arms if arm.aa)
+    assert all(again.name not in point.skip for point in job.points)
+    assert any(point.skip for point in job.points), "kernels of a GPU do not run on a CPU"
