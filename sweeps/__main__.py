@@ -117,14 +117,19 @@ def _suite(name: str, line: CommandLine) -> int:
     machine, model = forecast.this_machine(), models.find(first)
     if model.missing and first.dry_run == "false":
         raise UsageError(model.missing)
-    plans = {id(request): plan.make(request, model, machine) for request in requests}
-    if first.dry_run != "false":
-        shown = [_probed(request, model, plans[id(request)]) for request in requests]
-        preview.show_suite(name, shown, first.part_seconds, form=first.dry_run)
-        return 0
     where = requests[0].run_dir
     assert where is not None
-    return suite.run(name, requests, where.parent, lambda r: run(r, model, plan.make(r, model, machine)), SystemClock())
+    planned, refused = suite.plannable(requests, lambda r: plan.make(r, model, machine))
+    for job, reason in refused.items():
+        print(f"left out, {job}: {reason}", file=sys.stderr)
+    if not planned:
+        raise UsageError(f"suite={name}: no job of it can be planned here: {next(iter(refused.values()))}")
+    if first.dry_run != "false":
+        shown = [_probed(request, model, made) for request, made in planned]
+        preview.show_suite(name, shown, first.part_seconds, form=first.dry_run)
+        return 0
+    fit = [request for request, _ in planned]
+    return suite.run(name, fit, where.parent, lambda r: run(r, model, plan.make(r, model, machine)), SystemClock())
 
 
 def run(request: Request, model: models.Model, first: plan.Plan) -> int:

@@ -53,6 +53,31 @@ def placed(requests: Sequence[Request], where: Path) -> list[Request]:
     ]
 
 
+def plannable(
+    requests: Sequence[Request], make: Callable[[Request], plan.Plan]
+) -> tuple[list[tuple[Request, plan.Plan]], dict[str, str]]:
+    """The jobs that can be planned here with their plans, and a reason for each of the others.
+
+    Where caches do not fit beside each other, a job that shares one falls back to caches of the arms' own.
+    """
+    planned, refused = [], {}
+    for request in requests:
+        try:
+            planned.append((request, make(request)))
+            continue
+        except plan.PlanError as error:
+            reason = str(error)
+        if request.shared_cache:
+            request = dataclasses.replace(request, shared_cache=False)
+            try:
+                planned.append((request, make(request)))
+                continue
+            except plan.PlanError as error:
+                reason = str(error)
+        refused[request.ablation["name"]] = reason
+    return planned, refused
+
+
 def _slug(request: Request) -> str:
     names = [one["name"] for one in request.ablations]
     shown = "+".join(names[:2]) + (f"+{len(names) - 2}" if len(names) > 2 else "")

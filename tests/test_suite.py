@@ -116,3 +116,20 @@ def test_jobs_of_two_suites_are_two_runs(requests):
 
     job = plan.make(requests[0], models.find(requests[0]), cpu("cpu", 8 << 30)).job
     assert job.run_id == "s-01-packed_dequant+gpu_routing+1" and Path(job.run_dir) == requests[0].run_dir
+
+
+def test_a_job_that_cannot_be_planned_is_left_out_with_its_reason_and_caches_fall_back_to_their_own(requests):
+    from sweeps.plan import PlanError
+
+    sharing = replace(requests[1], shared_cache=True)
+
+    def make(request: Request):
+        if request is requests[0]:
+            raise PlanError("too large")
+        if request.shared_cache:
+            raise PlanError("needs the caches of all arms at once")
+        return "plan"
+
+    planned, refused = suite.plannable([requests[0], sharing, requests[2]], make)  # type: ignore[arg-type]
+    assert [(r.run_dir, r.shared_cache) for r, _ in planned] == [(r.run_dir, False) for r in requests[1:]]
+    assert refused == {requests[0].ablation["name"]: "too large"}
