@@ -90,7 +90,7 @@ def test_a_step_is_six_launches_a_gated_delta_layer(weights, monkeypatch):
     seen.clear()
     folded.decode(1, 1)
     names = [call.kernel.name for call in seen]
-    assert len(names) == 1 + 3 * 6 + 6 + 3, names
+    assert len(names) == 1 + 3 * 6 + 6 + 2, names
     executed = {(line["op"], line["variant"]) for line in folded.executed()}
     assert {("linear", "metal"), ("experts", "metal"), ("gated_delta", "registers"), ("head", "metal")} <= executed
 
