@@ -37,6 +37,12 @@ INK, GRID, SHADE = "#1c2733", "#d5dae0", "#e9edf1"
 PER_FIGURE = 5
 """Contrasts in one plot; more share the next one."""
 
+ARMS_AT_MOST, ARMS_PER_FIGURE = 10, 7
+"""Arms that one plot can hold, and how many share each of several where there are more."""
+
+LEGEND_AT_MOST = 14
+"""Entries from which a legend would take the place of the plot."""
+
 MARKS_AT_MOST = 1500
 """Windows from which the drift plot draws lines in place of marks."""
 
@@ -86,19 +92,49 @@ def plots(study: Study) -> dict[str, list[Plot]]:
     """All plots of a report by section: rate, ratio, memory, drift and limit."""
     with matplotlib.rc_context(STYLE):
         return {
-            "rate": [rate(study, phase) for phase in PHASES],
+            "rate": [rate(study, phase, page) for phase in PHASES for page in pages(study, phase)],
             "ratio": [plot for phase in PHASES for plot in ratios(study, phase)],
-            "memory": [memory(study)],
+            "memory": [memory(study, page) for page in pages(study)],
             "drift": [drift(study), warmup(study)],
-            "limit": [limit(study), compute(study)],
+            "limit": [
+                *(limit(study, page) for page in pages(study, "decode")),
+                *(compute(study, page) for page in pages(study, "prefill")),
+            ],
         }
 
 
-def rate(study: Study, phase: Phase) -> Plot:
+@dataclass(frozen=True)
+class Page:
+    """Arms that share a plot; many are spread over several. `suffix` goes into the plot's name."""
+
+    arms: tuple[str, ...]
+    suffix: str = ""
+
+    @property
+    def words(self) -> str:
+        """Which page it is, for the title."""
+        return f" ({self.suffix[1:]})" if self.suffix else ""
+
+
+def pages(study: Study, phase: Phase | None = None) -> list[Page]:
+    """The arms with points in a phase (or in either), in pages of `ARMS_PER_FIGURE` where one could not hold them."""
+    arms = [a for a in _arms(study) if any(study.line(a, p) for p in PHASES if phase in (None, p))]
+    if len(arms) <= ARMS_AT_MOST:
+        return [Page(tuple(arms))]
+    cut = [tuple(arms[i : i + ARMS_PER_FIGURE]) for i in range(0, len(arms), ARMS_PER_FIGURE)]
+    return [Page(some, f"-{number}") for number, some in enumerate(cut, 1)]
+
+
+def _page(study: Study, phase: Phase | None, page: Page | None) -> Page:
+    return page or Page(tuple(a for a in _arms(study) if phase is None or study.line(a, phase)))
+
+
+def rate(study: Study, phase: Phase, page: Page | None = None) -> Plot:
     """Tokens a second against context, a line per arm, its 10th to 90th percentile as a band."""
-    lines = {arm: study.line(arm, phase) for arm in _arms(study)}
-    lines = {arm: line for arm, line in lines.items() if line}
-    canvas = Canvas(f"rate-{phase}", f"{phase.capitalize()} rate by context", study.frontiers[phase])
+    page = _page(study, phase, page)
+    lines = {arm: study.line(arm, phase) for arm in page.arms}
+    title = f"{phase.capitalize()} rate by context{page.words}"
+    canvas = Canvas(f"rate-{phase}{page.suffix}", title, study.frontiers[phase])
     axes = canvas.axes
     axes.set_ylabel("tokens a second")
     for i, (arm, line) in enumerate(lines.items()):
@@ -108,10 +144,12 @@ def rate(study: Study, phase: Phase) -> Plot:
     return canvas.finish(_range_words(lines, lambda c: c.median, "tokens a second"))
 
 
-def limit(study: Study) -> Plot:
+def limit(study: Study, page: Page | None = None) -> Plot:
     """Least bytes over time while decoding, with the memory bandwidth of the device where the rows hold it."""
-    lines = {arm: line for arm in _arms(study) if (line := study.line(arm, "decode"))}
-    canvas = Canvas("limit-decode", "Decode: least bytes over time", study.frontiers["decode"])
+    page = _page(study, "decode", page)
+    lines = {arm: study.line(arm, "decode") for arm in page.arms}
+    title = f"Decode: least bytes over time{page.words}"
+    canvas = Canvas(f"limit-decode{page.suffix}", title, study.frontiers["decode"])
     canvas.axes.set_ylabel("GB/s")
     for i, (arm, line) in enumerate(lines.items()):
         canvas.curve(i, arm, line, _gigabytes)
@@ -130,10 +168,12 @@ def limit(study: Study) -> Plot:
     return canvas.finish(_range_words(lines, _gigabytes, "GB/s"))
 
 
-def compute(study: Study) -> Plot:
+def compute(study: Study, page: Page | None = None) -> Plot:
     """Least arithmetic over time while prefilling."""
-    lines = {arm: line for arm in _arms(study) if (line := study.line(arm, "prefill"))}
-    canvas = Canvas("limit-prefill", "Prefill: least arithmetic over time", study.frontiers["prefill"])
+    page = _page(study, "prefill", page)
+    lines = {arm: study.line(arm, "prefill") for arm in page.arms}
+    title = f"Prefill: least arithmetic over time{page.words}"
+    canvas = Canvas(f"limit-prefill{page.suffix}", title, study.frontiers["prefill"])
     canvas.axes.set_ylabel("TFLOP/s")
     for i, (arm, line) in enumerate(lines.items()):
         canvas.curve(i, arm, line, _teraflops)
@@ -206,15 +246,17 @@ def _arm_length(result: Result, end: float | None, sign: int) -> float:
     return max(0.0, sign * (end - (result.ratio or 0))) if end is not None else 0.0
 
 
-def memory(study: Study) -> Plot:
+def memory(study: Study, page: Page | None = None) -> Plot:
     """Peak, active and resident memory against context: three panels on one axis, the larger of both phases."""
+    page = _page(study, None, page)
     frontiers = sorted({f for phase in PHASES for f in study.frontiers[phase]})
-    canvas = Canvas("memory", "Memory by context (larger of both phases)", frontiers, panels=3)
+    title = f"Memory by context (larger of both phases){page.words}"
+    canvas = Canvas(f"memory{page.suffix}", title, frontiers, panels=3)
     panels = (("peak_bytes", "peak, GiB"), ("active_bytes", "active, GiB"), ("footprint_bytes", "process, GiB"))
     said = []
     for axes, (attribute, label) in zip(canvas.panels, panels):
         axes.set_ylabel(label)
-        for i, arm in enumerate(_arms(study)):
+        for i, arm in enumerate(page.arms):
             sizes = [_size(study, arm, f, attribute) for f in frontiers]
             if any(s is not None for s in sizes):
                 canvas.line(axes, i, arm, frontiers, [s / 2**30 if s else None for s in sizes])
@@ -434,7 +476,9 @@ class Canvas:
             for axes in self.panels:
                 axes.set_yticks([])
             self.axes.annotate("no data", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", fontsize=14)
-        if self._legend:
+        if len(self._legend) > LEGEND_AT_MOST:
+            extra = f"{len(self._legend)} arms, too many to name here; their figures are in the tables. {extra}"
+        elif self._legend:
             handles = [Line2D([], [], linestyle="none", **style) for style in self._legend.values()]
             # A label that starts with an underscore is left out of a legend; a thin space in front keeps it in.
             labels = [f"\u200a{_short(label)}" for label in self._legend]

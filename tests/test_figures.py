@@ -122,3 +122,17 @@ def test_like_gaps_share_a_note(tmp_path: Path) -> None:
     plot = drawn(figures.rate, found, "decode")
     assert plot.notes == ["full at 512 to 2K: skipped – budget spent"]
     assert labels(plot).count("1") == 3 and "3 points without a number" in plot.description
+
+
+def test_many_arms_share_several_plots_and_none_is_lost(tmp_path: Path) -> None:
+    arms = [f"arm{i}" for i in range(17)]
+    samples = [rows.sample(arm, "decode", f) for arm in arms for f in (256, 512)]
+    samples[0].extra["warmup"] = {"rounds": 2, "elapsed_ns": [2, 1]}
+    found = study(read_rows([rows.write_run(tmp_path / "r", [rows.run_row()], samples, [])]))
+    made = figures.pages(found, "decode")
+    assert [page.suffix for page in made] == ["-1", "-2", "-3"]
+    assert [arm for page in made for arm in page.arms] == arms
+    plot = drawn(figures.rate, found, "decode", made[1])
+    assert plot.name == "rate-decode-2" and "arm7" in "".join(labels(plot)) and "arm0" not in plot.description
+    assert figures.pages(found, "prefill") == [figures.Page(())]
+    assert "17 arms, too many to name here" in drawn(figures.drift, found).description
