@@ -193,8 +193,12 @@ def study(rows: Rows) -> Study:
         for phase in PHASES:
             if not any(a == arm and p == phase for a, p, _ in (*groups, *planned)):
                 continue
+            # Jobs of a suite ask for other contexts each: what no plan asked of an arm is no gap of it.
+            asked = {f for a, p, f in planned if a == arm and p == phase}
             for frontier in frontiers[phase]:
                 key = (arm, phase, frontier)
+                if asked and frontier not in asked and key not in groups:
+                    continue
                 cell = _cell(key, subjects[arm], groups.get(key, []), planned.get(key, ""), limits)
                 if key in blocked and cell.gap is None:
                     _block(cell, blocked[key])

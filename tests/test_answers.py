@@ -113,3 +113,18 @@ def test_the_page_holds_all_of_it(folder: Path, tmp_path: Path) -> None:
     written = {p.name for p in (tmp_path / "out" / "tables").iterdir()}
     assert {"claims.csv", "ladder.jsonl", "interactions.csv", "quality.csv"} <= written
     assert (tmp_path / "out" / "figures" / "ladder-prefill-512.svg").is_file()
+
+
+def test_what_another_job_of_a_suite_measured_is_no_gap(folder: Path, tmp_path: Path) -> None:
+    import report_rows as rows
+
+    plan = {
+        "run_id": "r2",
+        "arms": [{"name": "full", "subject": "engine"}],
+        "points": [{"key": "prefill-4096", "phase": "prefill", "frontier": 4096}],
+    }
+    sample = rows.sample("full", "prefill", 4096, run_id="r2", arm_hash="h-full")
+    other = rows.write_run(tmp_path / "r2", [rows.run_row(run_id="r2")], [sample], [], plan)
+    both = study(read_rows([folder, other]))
+    assert [c.frontier for c in both.line("full", "prefill")] == [512, 4096]
+    assert {c.arm for c in both.gaps()} == {"tiled"} and all(c.frontier == 512 for c in both.gaps())
