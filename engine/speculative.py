@@ -893,6 +893,13 @@ class Speculator:
         self.observe(fed, verified.hidden)
         return [verified.chosen.astype(mx.float32)]
 
+    def warm(self) -> None:
+        """A verification of each number of rows that may come, so that no answer waits for its trace; then forget."""
+        if not self.idle:
+            for rows in range(2, self.config.depth + 2):
+                mx.eval(self.verifier.run(mx.zeros((rows,), mx.uint32), False).chosen)
+        self.engine.reset()
+
     # -- decoding --------------------------------------------------------------------------
 
     def stream(

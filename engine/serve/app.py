@@ -134,7 +134,7 @@ class Call:
 
 
 def usage(done: Done) -> dict[str, Any]:
-    """Counts of an answer. There is no drafter, so no drafted token was accepted or rejected."""
+    """Counts of an answer; predictions are the tokens that the engine drafted for itself."""
     return {
         "prompt_tokens": done.prompt,
         "completion_tokens": done.completion,
@@ -142,8 +142,8 @@ def usage(done: Done) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": done.cached, "reuse": done.reuse},
         "completion_tokens_details": {
             "reasoning_tokens": done.reasoning,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": done.accepted,
+            "rejected_prediction_tokens": done.rejected,
         },
     }
 

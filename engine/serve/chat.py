@@ -18,7 +18,7 @@ import psutil
 from engine.generate import Engine, Sampling
 from engine.serve.generation import Ask, Generation
 from engine.serve.reuse import Prefixes
-from engine.serve.source import DEFAULT, REAL, find
+from engine.serve.source import DEFAULT, DRAFTERS, REAL, drafting, find
 from engine.serve.text import CLOSE, OPEN, Answer
 from engine.serve.worker import open_engine
 from engine.tokenizer import Tokenizer
@@ -32,13 +32,15 @@ class ChatError(ValueError):
 
 @dataclass
 class Stats:
-    """Of the last answer: seconds to the first token and in all, tokens of prompt, reused and generated."""
+    """Of the last answer: seconds to the first token and in all; tokens of prompt, reused, generated, and drafts."""
 
     first_s: float = 0.0
     total_s: float = 0.0
     prompt: int = 0
     cached: int = 0
     completed: int = 0
+    accepted: int = 0
+    rejected: int = 0
 
     def lines(self) -> list[str]:
         """What /stats shows."""
@@ -55,6 +57,7 @@ class Stats:
         return [
             f"first token after {self.first_s:.3f} s, then {rate}; {self.completed} tokens in {self.total_s:.2f} s",
             f"prompt {self.prompt} tokens, {self.cached} of them reused",
+            *([f"drafts: {self.accepted} right, {self.rejected} wrong"] if self.accepted + self.rejected else []),
             memory,
         ]
 
@@ -115,7 +118,7 @@ class Chat:
         total = time.perf_counter() - started
         show.add(answer.finish())
         show.end({"stop": "", "length": "[cut off: --max-tokens]"}.get(made.finish or "", "[stopped]"))
-        self.stats = Stats(first, total, len(ask.prompt), made.cached, made.completed)
+        self.stats = Stats(first, total, len(ask.prompt), made.cached, made.completed, made.accepted, made.rejected)
         return show.content
 
 
@@ -183,13 +186,15 @@ def main(argv: list[str]) -> int:
     p.add_argument("--top-p", type=float, default=1.0)
     p.add_argument("--seed", type=int)
     p.add_argument("--max-tokens", type=int, default=1024, help="of one answer")
+    p.add_argument("--draft", choices=DRAFTERS, default="off", help="draft tokens and verify several in one pass")
+    p.add_argument("--draft-depth", type=int, default=4, help="most tokens drafted at once, 1 to 7; fewer if they fail")
     p.add_argument("--thinking", choices=("on", "off"), help="whether to reason first (default: the template's)")
     given = p.parse_args(argv)
     if given.max_tokens < 1 or not 0 <= (given.seed or 0) < 2**64:
         raise ChatError("--max-tokens must be at least 1, --seed from 0 to 2**64 - 1")
     sampling = Sampling(given.temperature, given.top_k, given.top_p)
     source = find(given.model)
-    engine, tokenizer, _ = open_engine(source, 512)
+    engine, tokenizer, _ = open_engine(source, 512, drafting(given.draft, given.draft_depth))
     if not tokenizer.has_chat_template:
         raise ChatError(f"{source.path}: its tokenizer has no chat template, so there is no telling turns apart")
     thinking = None if given.thinking is None else given.thinking == "on"

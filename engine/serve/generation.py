@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ import mlx.core as mx
 
 from engine.generate import Engine, NonFinite, Sampling, sample
 from engine.serve.reuse import Prefixes
+from engine.speculative import MOST_DEPTH
 
 LEAST_LOGPROB = -9999.0
 """What stands for a probability of zero, which JSON cannot say."""
@@ -51,11 +53,13 @@ class Generation:
     Attributes:
         cached: prompt tokens that were not computed again. reuse: how they were found, in words.
         finish: None while it runs. completed: ids generated, the end-of-turn id not counted.
+        accepted, rejected: drafted ids that are part of the answer, and those that are not; 0 without a drafter.
     """
 
     def __init__(self, engine: Engine, prefixes: Prefixes, stop_ids: frozenset[int], ask: Ask):
         self.engine, self.prefixes, self.stop_ids, self.ask = engine, prefixes, stop_ids, ask
         self.cached, self.reuse, self.completed = 0, "", 0
+        self.accepted = self.rejected = 0
         self.finish: Finish | None = None
 
     def tokens(
@@ -69,7 +73,9 @@ class Generation:
         """
         try:
             if self._prefill(wanted, progress):
-                yield from self._decode(wanted)
+                # Scores are of plain steps.
+                drafts = self.engine.speculator is not None and self.ask.top is None
+                yield from self._drafted(wanted) if drafts else self._decode(wanted)
             self.prefixes.end()
         except GeneratorExit:
             self.prefixes.end()
@@ -113,12 +119,44 @@ class Generation:
             if ahead is None:
                 return
 
+    def _drafted(self, wanted: Callable[[], bool]) -> Iterator[Scored]:
+        """Ids by the engine's drafter; those of one verification come together."""
+        ask, speculator = self.ask, self.engine.speculator
+        assert speculator is not None
+        before = speculator.counts.drafted, speculator.counts.accepted
+        key = mx.random.key(ask.seed) if ask.sampling.temperature else None
+        made = speculator.stream(ask.prompt[-1], ask.max_tokens, ask.sampling, key, self.stop_ids)
+        try:
+            with closing(made):
+                while wanted():
+                    self._make_room(1 + MOST_DEPTH)
+                    token = next(made)
+                    if token in self.stop_ids:
+                        self.finish = "stop"
+                        return
+                    self.completed += 1
+                    if self.completed == ask.max_tokens:
+                        self.finish = "length"
+                    yield Scored(token)
+                    if self.finish:
+                        return
+        finally:
+            drafted, accepted = speculator.counts.drafted - before[0], speculator.counts.accepted - before[1]
+            # An answer that ends within a draft has no use for the rest of it.
+            self.accepted = min(accepted, self.completed)
+            self.rejected = drafted - self.accepted
+
+    def _make_room(self, rows: int) -> None:
+        """Grow keys and values in coarse steps, before the next `rows` rows do it in small ones."""
+        engine = self.engine
+        if engine.position + rows > engine.cache.capacity:
+            engine.cache.reserve(_roomy(engine.position + rows))
+
     def _draws(self) -> Iterator[tuple[mx.array, tuple[mx.array, ...] | None]]:
         """Steps in flight: the next id ``[1]``, and its scores if they are asked for."""
         ask, engine, key = self.ask, self.engine, mx.random.key(self.ask.seed)
         while True:
-            if engine.position == engine.cache.capacity:
-                engine.cache.reserve(_roomy(engine.position + 1))
+            self._make_room(1)
             if ask.top is None and ask.sampling.temperature == 0:
                 yield engine.step(), None
                 continue

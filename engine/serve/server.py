@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from engine.serve.app import Limits, Service
 from engine.serve.guard import Guard, is_loopback
 from engine.serve.requests import error_body
-from engine.serve.source import DEFAULT, REAL, find
+from engine.serve.source import DEFAULT, DRAFTERS, REAL, drafting, find
 from engine.serve.worker import Worker
 
 OWED_S = 30.0
@@ -52,6 +52,8 @@ class Options:
     queue: int = 128
     block: int = 512
     reuse_bytes: int = 2 * GIB
+    draft: str = "off"
+    draft_depth: int = 4
     limits: Limits = field(default_factory=Limits)
 
 
@@ -169,10 +171,11 @@ class Server:
 
     def __init__(self, options: Options):
         self.options, self.source = options, find(options.model)
+        how = drafting(options.draft, options.draft_depth)
         # Before the model is loaded: a port that is taken should cost no minute.
         self.socket = _bind(options.host, options.port)
         self.port: int = self.socket.getsockname()[1]
-        self.worker = Worker(self.source, options.block, options.reuse_bytes, options.queue)
+        self.worker = Worker(self.source, options.block, options.reuse_bytes, options.queue, how)
         self.worker.start()
         try:
             self.worker.wait()
@@ -263,6 +266,8 @@ def parse(argv: list[str]) -> Options:
     p.add_argument("--queue", type=int, default=128, help="requests that may wait; more are refused (429)")
     p.add_argument("--block", type=int, default=512, help="prompt tokens a pass, and between points of reuse")
     p.add_argument("--reuse-gib", type=float, default=2.0, help="memory for prompts to be reused; 0 switches it off")
+    p.add_argument("--draft", choices=DRAFTERS, default="off", help="draft tokens and verify several in one pass")
+    p.add_argument("--draft-depth", type=int, default=4, help="most tokens drafted at once, 1 to 7; fewer if they fail")
     p.add_argument("--max-body-mib", type=float, default=Limits.body / (1 << 20))
     p.add_argument("--max-messages", type=int, default=Limits.messages)
     given = p.parse_args(argv)
@@ -282,5 +287,7 @@ def parse(argv: list[str]) -> Options:
         queue=given.queue,
         block=given.block,
         reuse_bytes=int(given.reuse_gib * GIB),
+        draft=given.draft,
+        draft_depth=given.draft_depth,
         limits=Limits(body=int(given.max_body_mib * (1 << 20)), messages=given.max_messages),
     )

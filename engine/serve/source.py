@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.config import SpeculativeConfig
+from engine.ops.registry import DECODE_ROWS
 from engine.tiny import CHECKPOINT
 
 DEFAULT = "tiny"
@@ -18,12 +20,29 @@ class SourceError(ValueError):
     """A model that cannot be found; one line that names it and the fix."""
 
 
+DRAFTERS = ("off", "mtp", "ngram")
+"""What ``--draft`` takes: the checkpoint's draft head, lookup in the context, or nothing."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a model is: its name for clients, and its folder."""
 
     name: str
     path: Path
+
+
+def drafting(name: str, depth: int) -> SpeculativeConfig:
+    """Drafting for people who wait for answers: up to `depth` tokens, fewer or none where they do not pay.
+
+    Raises:
+        SourceError: a depth that no pass verifies.
+    """
+    if not 1 <= depth < DECODE_ROWS:
+        raise SourceError(f"--draft-depth must be 1 to {DECODE_ROWS - 1}, got {depth}")
+    if name == "off":
+        return SpeculativeConfig()
+    return SpeculativeConfig(name, depth, adaptive=True)  # type: ignore[arg-type]
 
 
 def find(model: str = DEFAULT) -> Source:

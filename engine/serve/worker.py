@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.checkpoint import load
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculativeConfig
 from engine.device import activation_dtype
 from engine.generate import Engine
 from engine.serve.generation import Ask, Generation, Scored
@@ -41,7 +41,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Done:
-    """An answer's end: why, and what it took. Counts are tokens; `reuse` says how cached ones were found."""
+    """An answer's end: why, and what it took. Counts are tokens; `reuse` says how cached ones were found.
+
+    accepted, rejected: drafted tokens that are part of the answer, and those that are not.
+    """
 
     finish: str
     prompt: int
@@ -49,6 +52,8 @@ class Done:
     completion: int
     reasoning: int
     reuse: str
+    accepted: int = 0
+    rejected: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,19 @@ class Worker(threading.Thread):
 
     Args:
         source: the model. block: positions between restore points. budget: bytes for saved prompts, 0 for none.
-        waiting: most jobs in the queue.
+        waiting: most jobs in the queue. drafting: how tokens are drafted, off by default.
     """
 
-    def __init__(self, source: Source, block: int = 512, budget: int = 2 << 30, waiting: int = 128):
+    def __init__(
+        self,
+        source: Source,
+        block: int = 512,
+        budget: int = 2 << 30,
+        waiting: int = 128,
+        drafting: SpeculativeConfig | None = None,
+    ):
         super().__init__(name="mlx", daemon=True)
+        self.drafting = drafting
         self.source, self.block, self.budget, self.waiting = source, block, budget, waiting
         self.tokenizer: Tokenizer
         self.context = 0
@@ -181,7 +194,7 @@ class Worker(threading.Thread):
         mx.clear_streams()
 
     def _load(self) -> tuple[Engine, Prefixes]:
-        engine, self.tokenizer, info = open_engine(self.source, self.block)
+        engine, self.tokenizer, info = open_engine(self.source, self.block, self.drafting)
         self.context, self.vocabulary = engine.config.max_position_embeddings, engine.vocabulary
         self.defaults = info.get("generation_config") or {}
         self.fingerprint = f"{info.get('weights_hash', 'unknown')}-{engine.engine.hash()}"
@@ -189,6 +202,8 @@ class Worker(threading.Thread):
         # The first step of each kind traces and compiles; that is no request's business.
         for top in (None, 0):
             list(Generation(engine, prefixes, frozenset(), Ask([0, 1], 2, top=top)).tokens())
+        if engine.speculator is not None:
+            engine.speculator.warm()
         prefixes.clear()
         return engine, prefixes
 
@@ -218,18 +233,24 @@ class Worker(threading.Thread):
             job.sink(Piece(rest))
         finish = made.finish or "cancelled"
         counts = len(job.ask.prompt), made.cached, made.completed, answer.reasoning_tokens
-        job.sink(Done(finish, *counts, made.reuse))
+        job.sink(Done(finish, *counts, made.reuse, made.accepted, made.rejected))
 
 
-def open_engine(source: Source, block: int) -> tuple[Engine, Tokenizer, dict[str, Any]]:
+def open_engine(
+    source: Source, block: int, drafting: SpeculativeConfig | None = None
+) -> tuple[Engine, Tokenizer, dict[str, Any]]:
     """Load a model into an engine that prefills in chunks of `block`: the engine, its tokenizer, what is known of it.
 
+    Args:
+        drafting: how tokens are drafted, by ``mtp`` or ``ngram``; None for not at all.
+
     Raises:
-        ValueError: a checkpoint or tokenizer that cannot be used.
+        ValueError: a checkpoint or tokenizer that cannot be used, or one without the draft head that was asked for.
     """
+    drafting = drafting or SpeculativeConfig()
     # In the type that the engine computes in: mixed types would be promoted at every product.
-    checkpoint = load(source.path, activation_dtype(), mtp=False)
-    config = EngineConfig()
+    checkpoint = load(source.path, activation_dtype(), mtp=drafting.drafter == "mtp")
+    config = EngineConfig(speculative=drafting)
     config.prefill.chunk = block
     tokenizer = checkpoint.tokenizer
     vocabulary = min(tokenizer.real_vocab, checkpoint.config.vocab_size)
