@@ -63,6 +63,10 @@ def test_a_part_ends_before_the_next_job_and_the_next_command_goes_on(requests, 
     assert first.parts == [300, 170], "the third job would have had 40 s"
     assert "1 of 3 jobs are not done: give the same command again" in capsys.readouterr().err
     assert json.loads((tmp_path / "s" / "suite.json").read_text(encoding="utf-8"))["finished"] is False
+    short = [replace(request, part_seconds=59) for request in requests]
+    suite.run("quick", short, tmp_path / "s", again := Runner(clock, 10), clock)
+    assert again.parts == [59], "every invocation gets somewhere"
+    (requests[2].run_dir / "report.md").unlink()
     again = Runner(clock, 10)
     assert suite.run("quick", requests, tmp_path / "s", again, clock) == 0
     assert again.parts == [300]
