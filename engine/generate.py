@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,17 +30,19 @@ from engine.cache import (
     conv_rows,
 )
 from engine.config import EngineConfig, ModelConfig
+from engine.depth import Costs
 from engine.device import activation_dtype, device_kind
-from engine.folded import FoldedModel
+from engine.folded import FoldedModel, unfit
 from engine.kernels import cuda
 from engine.kernels.recent import MOST_LAYERS
+from engine.memory import prefill_room
 from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
 from engine.ops.choice import Tuned
 from engine.ops.registry import Refuses
 from engine.replay import Pending, Replay, ReplayedCache, unsupported
 from engine.sampling import GREEDY, Sampling, sample
-from engine.speculative import Costs, Counts, Speculator
+from engine.speculative import Counts, Speculator
 from engine.tuned import load as load_tuned
 from engine.weights import Weights
 
@@ -88,7 +90,8 @@ class Engine:
         self.dtype = dtype or activation_dtype()
         self.device = device_kind()
         self.tuned = load_tuned(config, weights, self.dtype) if tuned is None else tuned
-        self.ops = bind(self.engine, self.device, self.tuned, refuses)
+        folds = unfit(config, weights) is None
+        self.ops = bind(self.engine, self.device, self.tuned, refuses, folds)
         kind = FoldedModel if self.ops.fusion != "off" else Model
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
         self.trace = self._trace()
@@ -192,18 +195,19 @@ class Engine:
         # Filled before the pass, so that growth is never part of a chunk's own work.
         self.cache.reserve(self.position + total)
         h = before = None
-        for start in range(0, total, chunk):
-            before, h = h, self._pass(tokens[start : start + chunk])
-            self.ops.recorder.record("prefill_pass", self.engine.prefill.submission, f"chunk={chunk}")
-            if progress is not None or start + chunk >= total:
-                mx.eval(h, self.cache.arrays())
-                if progress is not None:
-                    progress(min(start + chunk, total), total)
-            else:
-                mx.async_eval(h, self.cache.arrays())
-                if before is not None:
-                    # At most two chunks in flight: the host would run ahead and hold the scratch of all of them.
-                    mx.eval(before)
+        with self._bounded(min(chunk, total)):
+            for start in range(0, total, chunk):
+                before, h = h, self._pass(tokens[start : start + chunk])
+                self.ops.recorder.record("prefill_pass", self.engine.prefill.submission, f"chunk={chunk}")
+                if progress is not None or start + chunk >= total:
+                    mx.eval(h, self.cache.arrays())
+                    if progress is not None:
+                        progress(min(start + chunk, total), total)
+                else:
+                    mx.async_eval(h, self.cache.arrays())
+                    if before is not None:
+                        # At most two chunks in flight: the host would run ahead and hold the scratch of all of them.
+                        mx.eval(before)
         if self.speculator is not None:
             mx.eval(self.speculator.arrays())
         if not last:
@@ -215,6 +219,19 @@ class Engine:
         mx.eval(token, logits)
         self._finite(logits)
         return int(token.item())  # pyright: ignore[reportArgumentType]
+
+    @contextmanager
+    def _bounded(self, rows: int) -> Iterator[None]:
+        """On CUDA MLX submits no more of a chunk at once than fits `prefill_room` beside what is held already."""
+        if self.device != "cuda":
+            yield
+            return
+        room = prefill_room(self.config, rows, self.dtype.size)
+        before = mx.set_memory_limit(mx.get_active_memory() + room)
+        try:
+            yield
+        finally:
+            mx.set_memory_limit(before)
 
     def _pass(self, tokens: Sequence[int]) -> mx.array:
         """One eager pass over new tokens: hidden rows; the cache advances."""

@@ -21,9 +21,8 @@ al., arXiv:2302.01318).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +32,7 @@ import numpy as np
 
 from engine.cache import Cache, Core, ExactView, Inputs, Snapshot, TracedView, bucket_for
 from engine.config import EngineConfig, ModelConfig, SpeculativeConfig
+from engine.depth import DRAFT_COST, GUESSED, Costs, DepthController, draft_cost
 from engine.model import Model, best_of
 from engine.ops.registry import DECODE_ROWS, VariantUnsupported
 from engine.sampling import GREEDY, Sampling, kept_scores
@@ -44,164 +44,6 @@ if TYPE_CHECKING:
 
 MOST_DEPTH = DECODE_ROWS - 1
 """Most tokens drafted at once: the token itself and its drafts are one pass of a decode step's kernels."""
-
-
-# -- costs and depth -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What drafting costs, in passes of one row; measured from outside, because the engine has no clock.
-
-    rows: a pass of 1, 2, … 8 rows (the first is 1). draft: one drafted token. replay, states: taking rows back by a
-    replay, and keeping the state of one more row.
-    """
-
-    rows: tuple[float, ...]
-    draft: float = 0.0
-    replay: float = 0.05
-    states: float = 0.05
-
-    def __post_init__(self) -> None:
-        if len(self.rows) != DECODE_ROWS or min(self.rows) <= 0 or abs(self.rows[0] - 1) > 1e-9:
-            raise ValueError(
-                f"costs.rows must give the cost of 1 to {DECODE_ROWS} rows over that of one, got {self.rows}"
-            )
-        if min(self.draft, self.replay, self.states) < 0:
-            raise ValueError("costs must not be negative")
-
-    def step(self, depth: int, right: float = 1.0) -> float:
-        """A step with `depth` drafts, all of them right with probability `right`."""
-        if depth == 0:
-            return 1.0
-        return self.rows[depth] + depth * self.draft + (depth + 1) * self.states + (1 - right) * self.replay
-
-    def taking_back_by(self, rollback: str) -> Costs:
-        """The same with only one of the two ways of taking rows back."""
-        return dataclasses.replace(self, **({"replay": 0.0} if rollback == "states" else {"states": 0.0}))
-
-
-GUESSED = {
-    "metal": Costs((1, 1.25, 1.45, 1.65, 1.9, 2.1, 2.35, 2.6), draft=0.15),
-    "cuda": Costs((1, 1.2, 1.4, 1.6, 1.8, 2.0, 2.2, 2.4), draft=0.15),
-    "cpu": Costs((1, 1.75, 2.5, 3.3, 4.1, 4.85, 5.6, 6.4), draft=0.28, replay=0.2),
-}
-"""Guesses by kind of device, to be replaced by what was measured on the chip: rows that go to different experts read
-different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model."""
-
-DRAFT_COST = {"mtp": 1.0, "ngram": 0.0, "model": 2.0}
-"""The guessed cost of a draft by drafter, as a multiple of `Costs.draft`."""
-
-
-def draft_cost(measured: Mapping[str, float], name: str, draft_vocab: int, vocabulary: int) -> float | None:
-    """What a draft of drafter `name` was measured to cost, in passes of one row; None if it was not.
-
-    A trimmed vocabulary that was not measured itself lies on the line through the two that were (``mtp`` and
-    ``mtp/N``): what is trimmed is one product.
-    """
-    whole = measured.get(name)
-    kept = [(int(key.partition("/")[2]), cost) for key, cost in measured.items() if key.startswith(f"{name}/")]
-    if whole is None or not kept or not 0 < draft_vocab < vocabulary:
-        return whole
-    size, cost = min(kept, key=lambda point: abs(point[0] - draft_vocab))
-    slope = (whole - cost) / (vocabulary - size) if vocabulary > size else 0.0
-    return max(0.0, whole - slope * (vocabulary - draft_vocab))
-
-
-def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
-    """Tokens that a step with `depth` drafts yields on average; `acceptance` by position in the draft."""
-    total = reach = 1.0
-    for rate in acceptance[:depth]:
-        reach *= rate
-        total += reach
-    return total
-
-
-def break_even(costs: Costs, depth: int) -> float | None:
-    """The acceptance (equal at every position) from which `depth` drafts are no loss; None if not even all right is."""
-    if costs.step(depth) > depth + 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        pays = expected_tokens([middle] * depth, depth) >= costs.step(depth, middle**depth)
-        low, high = (low, middle) if pays else (middle, high)
-    return high
-
-
-class DepthController:
-    """How many tokens to draft, from acceptance so far and the costs.
-
-    Acceptance is a running estimate for each position in the draft, given that the positions before it were right;
-    old trials fade. Where no depth gains `MARGIN` it steps aside for a growing number of tokens, then probes; a probe
-    that comes out right starts the estimate anew.
-    """
-
-    PRIOR, WEIGHT, FADE = 0.75, 2.0, 0.82
-    MARGIN = 1.02
-    FIRST_REST, LONGEST_REST = 16, 256
-
-    def __init__(self, costs: Costs, most: int):
-        self.costs, self.most = costs, most
-        self.resting = 0
-        self._rest = self.FIRST_REST
-        self._probing = False
-        self._forget()
-
-    def _forget(self) -> None:
-        self._right, self._tried = [0.0] * self.most, [0.0] * self.most
-        self._weight = [self.WEIGHT] * self.most
-
-    def acceptance(self) -> list[float]:
-        """The estimate by position; a position never tried is taken to be like the one before."""
-        rates, prior = [], self.PRIOR
-        for right, tried, weight in zip(self._right, self._tried, self._weight, strict=True):
-            prior = (right + prior * weight) / (tried + weight)
-            rates.append(prior)
-        return rates
-
-    def best(self) -> int:
-        """The depth with the most tokens for its cost; 0 where none gains the margin."""
-        rates = self.acceptance()
-        depths = range(self.most + 1)
-        gain = [expected_tokens(rates, d) / self.costs.step(d, math.prod(rates[:d])) for d in depths]
-        depth = max(depths, key=gain.__getitem__)
-        return depth if gain[depth] >= self.MARGIN else 0
-
-    def can_pay(self) -> bool:
-        """Whether any depth would gain the margin if every draft were right."""
-        return any((d + 1) / self.costs.step(d) >= self.MARGIN for d in range(1, self.most + 1))
-
-    def next_depth(self) -> int:
-        """The depth of the next step; 0 while it steps aside (see `rest`)."""
-        if self.resting > 0 or not self.can_pay():
-            return 0
-        depth = self.best()
-        if depth == 0:
-            if not self._probing:
-                self._probing = True
-                self.resting = self._rest
-                return 0
-            return 1
-        return depth
-
-    def rest(self, tokens: int) -> None:
-        """Count tokens made without drafts."""
-        self.resting = max(0, self.resting - tokens)
-
-    def saw(self, drafted: int, accepted: int) -> None:
-        """Learn from one verification."""
-        for i in range(min(drafted, accepted + 1, self.most)):
-            self._right[i] = self._right[i] * self.FADE + (1.0 if i < accepted else 0.0)
-            self._tried[i] = self._tried[i] * self.FADE + 1.0
-            self._weight[i] *= self.FADE
-        if self._probing:
-            self._probing = False
-            if accepted:
-                self._rest = self.FIRST_REST
-                self._forget()
-            else:
-                self._rest = min(2 * self._rest, self.LONGEST_REST)
 
 
 # -- accepting drafts ----------------------------------------------------------------------------

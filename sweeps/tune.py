@@ -713,7 +713,7 @@ def _drafts_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _costs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`engine.speculative.Costs` of a comparison, in passes of one row, with the plain step's µs; None if it failed."""
+    """`engine.depth.Costs` of a comparison, in passes of one row, with the plain step's µs; None if it failed."""
     ns = {c["label"]: _timing(c).median for c in row["contenders"]}
     wanted = {"plain", "replay", "states", *(f"rows {n}" for n in range(2, DECODE_ROWS + 1))}
     if not ns.keys() >= wanted:

@@ -8,6 +8,7 @@ import pytest
 from serving import BLOCK, Own, client, serving, small_model
 
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.depth import GUESSED, Costs
 from engine.device import device_kind
 from engine.generate import Engine
 from engine.sampling import Sampling
@@ -15,7 +16,7 @@ from engine.serve.generation import Ask, Generation
 from engine.serve.reuse import Prefixes
 from engine.serve.server import Server, parse
 from engine.serve.source import SourceError, drafting
-from engine.speculative import GUESSED, Costs, Draft
+from engine.speculative import Draft
 from engine.synthetic import make_weights, tiny_config, write_checkpoint
 
 CONFIG = tiny_config(4, hidden_size=64, experts=8, max_position_embeddings=128)

@@ -8,18 +8,10 @@ import pytest
 from scipy import stats
 
 from engine.config import ConfigError, DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.depth import GUESSED, Costs, DepthController, break_even, expected_tokens
 from engine.ops import VariantUnsupported, bind
 from engine.sampling import Sampling, sample
-from engine.speculative import (
-    GUESSED,
-    Costs,
-    DepthController,
-    NgramDrafter,
-    accept_sampled,
-    agreed,
-    break_even,
-    expected_tokens,
-)
+from engine.speculative import NgramDrafter, accept_sampled, agreed
 
 CHEAP = Costs((1, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35), draft=0.02)
 DEAR = Costs((1, 2, 3, 4, 5, 6, 7, 8), draft=0.1)

@@ -13,11 +13,12 @@ from scipy import stats
 import engine as package
 from engine.checkpoint import load
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.depth import Costs
 from engine.generate import Engine, NonFinite
 from engine.ops import VariantUnsupported
 from engine.sampling import Sampling, kept_scores
 from engine.serve.reuse import Prefixes
-from engine.speculative import Costs, Draft, MtpDrafter
+from engine.speculative import Draft, MtpDrafter
 from engine.synthetic import make_weights, tiny_config
 
 TINY = tiny_config(4)

@@ -19,12 +19,12 @@ from ablations.arms import preset
 from engine import folded
 from engine import tuned as files
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.depth import GUESSED, draft_cost
 from engine.doctor import tuned_findings
 from engine.generate import Engine
 from engine.kernels import loader
 from engine.ops import OPS, bind
 from engine.ops.choice import Choice, Tuned, nearest
-from engine.speculative import GUESSED, draft_cost
 from engine.synthetic import make_weights, tiny_config
 from sweeps import compose, forecast, models, plan
 from sweeps.bench import Bench, Timing, winner

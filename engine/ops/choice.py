@@ -39,7 +39,7 @@ class Tuned:
 
     Attributes:
         choices: by op. fusion, trace: of a step, or None. costs: of passes of several rows, or None (see
-            `engine.speculative.Costs`). notes: what was passed over and why, one line each. files: what was used.
+            `engine.depth.Costs`). notes: what was passed over and why, one line each. files: what was used.
         folded: settings of the kernels of a wholly fused step, by the names of `engine.folded.TILES`.
     """
 

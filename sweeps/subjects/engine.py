@@ -153,7 +153,7 @@ def _drafted(engine: Engine) -> dict[str, Any]:
 def _row_costs(engine: Engine) -> dict[str, Any]:
     """What passes of 1, 2, … rows cost over one row on this chip, and the tuned file that says so; empty untuned.
 
-    With a drafter also the costs that it reckons with (`engine.speculative.Costs`) and where they come from.
+    With a drafter also the costs that it reckons with (`engine.depth.Costs`) and where they come from.
     """
     costs, files = engine.tuned.costs, engine.tuned.files
     made: dict[str, Any] = {}
