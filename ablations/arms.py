@@ -128,6 +128,8 @@ _FOLDED_STEP = (
     Need("gated_delta", ("recurrence", "reference", "mlx", "chunked"), "best"),
     Need("head", ("mlx", "reference"), "best"),
 )
+# The other side names an op that a folded step takes the place of, so neither side may be folded.
+_UNFUSED = (Need("decode.fusion", ("best", "partial", "full"), "off"),)
 # By name: the best experts may be kernels in which the shared expert is one more of the routed ones.
 _SEPARATE_SHARED_EXPERT = (
     Need("experts.variant", ("best", "reference", "metal", "packed", "expanded_grouped"), "mlx"),
@@ -172,7 +174,7 @@ _ALL = (
             # Off as well: our kernels, not MLX's product, on stacks that were expanded first.
             "expanded_grouped": {"linear": "expanded", "experts.variant": "expanded_grouped"},
         },
-        {},
+        {"every": _UNFUSED},
     ),
     _toggle(
         "gpu_routing",
@@ -180,7 +182,7 @@ _ALL = (
         "off",
         "device",
         {"off": {"route": "host"}, "device": Setting({"route": "mlx"}, {"route": AnyBut(("host",))})},
-        {"off": _HOST_READS},
+        {"every": _UNFUSED, "off": _HOST_READS},
     ),
     _toggle(
         "single_submission",
@@ -206,7 +208,7 @@ _ALL = (
         "recurrence",
         "registers",
         {name: {"gated_delta": name} for name in ("recurrence", "mlx", "registers", "chunked")},
-        {},
+        {"every": _UNFUSED},
     ),
     _toggle(
         "gqa_packing",

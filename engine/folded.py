@@ -13,15 +13,17 @@ own would round to the activation type, so results differ by that rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
 
 from engine.cache import ExactView, Inputs, Recurred
-from engine.kernels import experts, gated_delta, linear, rotary, step
+from engine.config import GROUP_SIZE, ModelConfig
+from engine.kernels import attention, experts, gated_delta, linear, rotary, step
 from engine.model import Model
 from engine.ops.registry import DECODE_ROWS
-from engine.weights import Attention, Experts, GatedDelta, Layer, Matrix
+from engine.weights import Attention, Experts, GatedDelta, Layer, Matrix, Weights
 
 TILES: dict[str, tuple[Mapping[str, Any], ...]] = {
     "experts.up": tuple({"up_tile": tile} for tile in experts.UP_TILES),
@@ -30,6 +32,27 @@ TILES: dict[str, tuple[Mapping[str, Any], ...]] = {
     "head": tuple({"tile": tile} for tile in linear.TILES),
 }
 """What the tuner tries of the kernels of a wholly fused step, one after another, beside the rule of each."""
+
+
+def unfit(config: ModelConfig, weights: Weights) -> str | None:
+    """Why the kernels of a folded step cannot run a model, or None."""
+    c = config
+    if c.head_dim != attention.HEAD_DIM or c.rotary_dims != rotary.ROTARY_DIMS:
+        return f"attention heads of {c.head_dim} with {c.rotary_dims} rotary dimensions"
+    if {c.linear_key_head_dim, c.linear_value_head_dim} != {gated_delta.DIM} or c.linear_conv_kernel_dim != 4:
+        return f"Gated DeltaNet heads of {c.linear_key_head_dim} and {c.linear_value_head_dim}"
+    if c.num_experts_per_tok > experts.MOST_CHOSEN or c.num_experts > experts.MOST_EXPERTS:
+        return f"{c.num_experts_per_tok} of {c.num_experts} experts"
+    if c.shared_expert_intermediate_size != c.moe_intermediate_size:
+        return "a shared expert of another width than the routed ones"
+    four = {"gate_proj", "up_proj", "down_proj", "shared_down_proj"}
+    for layer in weights.layers:
+        for part in (layer.attention, layer.gated_delta, layer.experts):
+            for f in fields(part) if part is not None else ():
+                matrix, bits = getattr(part, f.name), (4,) if f.name in four else (4, 8)
+                if isinstance(matrix, Matrix) and (matrix.group_size != GROUP_SIZE or matrix.bits not in bits):
+                    return f"{f.name} is not packed as they read it"
+    return None if weights.lm_head.packed else "lm_head is not packed"
 
 
 class FoldedModel(Model):

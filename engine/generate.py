@@ -53,6 +53,14 @@ MOST_TRACES = 8
 """Compiled steps kept at once, one per bucket of positions."""
 
 
+LEAN = {
+    "experts": ("packed",),
+    "gated_delta": ("chunked", "registers"),
+    "prefill_attention": ("metal", "tiled"),
+}
+"""Variants whose intermediates of two layers fit `prefill_room`."""
+
+
 class NonFinite(RuntimeError):
     """A logit was NaN or infinite: the run stops rather than go on with noise."""
 
@@ -223,7 +231,8 @@ class Engine:
     @contextmanager
     def _bounded(self, rows: int) -> Iterator[None]:
         """On CUDA MLX submits no more of a chunk at once than fits `prefill_room` beside what is held already."""
-        if self.device != "cuda":
+        ops = (self.ops.experts, self.ops.gated_delta, self.ops.prefill_attention)
+        if self.device != "cuda" or any(op.pick(rows)[0].name not in LEAN[op.op.name] for op in ops):
             yield
             return
         room = prefill_room(self.config, rows, self.dtype.size)

@@ -268,7 +268,7 @@ def test_host_routing_and_its_partner_get_the_same_trace():
     pair = leave_one_out("gpu_routing")
     assert pair.name == "full-gpu_routing"
     assert (pair.arm.decode.trace, pair.reference.decode.trace) == ("eager", "eager")
-    assert pair.shared == {"prefill.submission": "layer", "decode.trace": "eager"}
+    assert pair.shared == {"prefill.submission": "layer", "decode.trace": "eager", "decode.fusion": "off"}
 
 
 def test_a_claim_is_measured_on_top_of_what_was_on():
