@@ -14,6 +14,9 @@ from engine.config import GROUP_SIZE, ModelConfig
 SMALLEST_FRONTIER = 256
 """The shortest context that a sweep measures, in tokens."""
 
+SCORE_BYTES = 1 << 28
+"""Most that the scores of one tile of a prefill may fill, where they are kept at all."""
+
 _SCRATCH_FACTOR = 4
 """Intermediates of a chunk that are alive, or kept by the allocator, at once, in multiples of one layer's."""
 
@@ -86,15 +89,30 @@ def scratch_bytes(
 ) -> int:
     """Bytes that a prefill chunk needs for a while, on top of weights and caches.
 
-    Without fused prefill attention (see `attention_is_fused`) the scores of a chunk, ``[heads, chunk, positions]``,
-    are an array. The rest is the widest intermediates of a layer, times what is
-    alive at once; the factor is fitted to published peaks of MLX-LM on a Mac (see the tests).
+    With fused prefill attention (see `attention_is_fused`) it is `prefill_room`. Without, the scores of a chunk,
+    ``[heads, chunk, positions]``, are an array. The rest is the widest intermediates of a layer, times what is alive
+    at once; the factor is fitted to published peaks of MLX-LM on a Mac (see the tests).
     """
-    c, rows = config, min(chunk, positions)
-    scores = 0 if fused_attention else c.num_attention_heads * rows * positions * itemsize
+    rows = min(chunk, positions)
+    if fused_attention:
+        return prefill_room(config, rows, itemsize)
+    scores = config.num_attention_heads * rows * positions * itemsize
+    return scores + _SCRATCH_FACTOR * rows * _row_bytes(config, itemsize)
+
+
+def _row_bytes(c: ModelConfig, itemsize: int) -> int:
+    """Bytes of a row's intermediates in one layer."""
     experts = c.num_experts_per_tok * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
-    delta = 3 * (c.conv_dim + c.value_dim)
-    return scores + _SCRATCH_FACTOR * rows * (experts + delta) * itemsize
+    return (experts + 3 * (c.conv_dim + c.value_dim)) * itemsize
+
+
+def prefill_room(config: ModelConfig, rows: int, itemsize: int = 2) -> int:
+    """Bytes in which a chunk of so many rows runs on CUDA without the device running out of work.
+
+    They hold the intermediates of two layers, and three tiles of scores. MLX submits up to eleven graphs of a hundred
+    operations there, far more than keeps a device busy, and keeps what they use; the engine has it stop at this.
+    """
+    return 2 * rows * _row_bytes(config, itemsize) + 3 * SCORE_BYTES
 
 
 def run_need(

@@ -151,8 +151,8 @@ def _calls() -> Iterator[dict[str, dict[str, int]]]:
     tally: dict[str, dict[str, int]] = {}
     plain = BoundOp.__call__
 
-    def run(self: BoundOp, *arguments: Any, rows: int) -> Any:
-        result = plain(self, *arguments, rows=rows)
+    def run(self: BoundOp, *arguments: Any, rows: int, residual: Any = None) -> Any:
+        result = plain(self, *arguments, rows=rows, residual=residual)
         entry = tally.setdefault(self.op.name, {"calls": 0, "bytes": 0})
         entry["calls"] += 1
         entry["bytes"] += _bytes(arguments) + _bytes(result)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from engine.config import ModelConfig
-from engine.memory import cache_bytes, largest_frontier, packed_bytes, run_bytes, scratch_bytes, weight_bytes
+from engine.memory import (
+    cache_bytes,
+    largest_frontier,
+    packed_bytes,
+    prefill_room,
+    run_bytes,
+    scratch_bytes,
+    weight_bytes,
+)
 
 REAL = ModelConfig()
 
@@ -47,10 +55,16 @@ def test_second_arm_costs_a_cache_and_no_weights() -> None:
 
 def test_scratch_of_a_short_prompt_is_that_of_its_rows() -> None:
     assert scratch_bytes(REAL, 256, chunk=2048) == scratch_bytes(REAL, 256, chunk=256)
-    # Heads x chunk x positions x 2 bytes of scores are what fused attention saves.
-    saved = scratch_bytes(REAL, 8192) - scratch_bytes(REAL, 8192, fused_attention=True)
-    assert saved == 16 * 2048 * 8192 * 2
+    # Heads x chunk x positions x 2 bytes of scores.
+    assert scratch_bytes(REAL, 8192) - scratch_bytes(REAL, 4096) == 16 * 2048 * 4096 * 2
     assert scratch_bytes(REAL, 8192, chunk=4096) > scratch_bytes(REAL, 8192, chunk=2048)
+
+
+def test_fused_attention_needs_the_same_at_any_length_and_less_in_shorter_chunks() -> None:
+    for positions in (8_192, 131_072):
+        needs = [scratch_bytes(REAL, positions, chunk, fused_attention=True) for chunk in (512, 1024, 2048, 4096, 8192)]
+        assert needs == [prefill_room(REAL, chunk) for chunk in (512, 1024, 2048, 4096, 8192)] == sorted(needs)
+        assert needs[2] <= 2.5e9
 
 
 def test_largest_frontier_is_the_edge() -> None:

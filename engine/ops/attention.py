@@ -17,14 +17,13 @@ import mlx.core as mx
 from engine.device import device_kind
 from engine.kernels import attention as kernels
 from engine.kernels import attention_prefill as prefill
+from engine.memory import SCORE_BYTES
 from engine.ops import geometry
 from engine.ops.registry import Case, Op, Variant, declare, same_order
 from engine.pages import Paged
 
 SPLIT_CHUNK = 256
 """Positions per part when keys are split in chunks."""
-SCORE_BYTES = 1 << 28
-"""Most that the scores of one tile of a prefill may fill, where they are kept at all."""
 
 
 @lru_cache(maxsize=64)
