@@ -262,12 +262,17 @@ def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | N
 
 
 def _launches(shared: Any) -> LaunchCounter | None:
-    """Counts launches where MLX runs."""
+    """Counts launches where MLX runs, and what drafting touches."""
     if shared is None:
         return None
-    from sweeps.launches import of_subject
+    from sweeps import drafted, launches
 
-    return of_subject
+    def counted(subject: Subject, frontiers: Sequence[int], prompt: Callable[[int], Sequence[int]]) -> dict[int, Any]:
+        touched = drafted.of_subject(subject, frontiers, prompt)
+        facts = launches.of_subject(subject, frontiers, prompt)
+        return {at: facts[at] | touched.get(at, {}) for at in frontiers}
+
+    return counted
 
 
 def _absent(store: Store, job: Job, session: int, absent: Mapping[str, tuple[Status, str]]) -> bool:
