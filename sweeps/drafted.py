@@ -1,4 +1,4 @@
-"""What drafting touches: distinct experts of a verification, bytes of weights a token; counted apart from timed windows.
+"""What drafting touches: distinct experts of a verification, bytes of weights a token; counted apart from windows.
 
 Rows that go to different experts read different weights, so a verification of T rows reads more than a step of one row.
 How much more depends on the text; it is counted on a second engine that runs op by op with the same drafter, prompt and
@@ -139,7 +139,7 @@ def _spied(engine: Engine, made: Touched) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a pass: what every pass reads, one expert of a layer; and both of the draft head, its vocabulary among it."""
+    """Bytes of a pass: what every pass reads, and one expert of a layer; both of the draft head too, with its matrix."""
 
     common: int
     expert: float
