@@ -187,7 +187,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     """
     words = list(argv)
     command = "run"
-    if words and re.fullmatch(r"[a-z]+", words[0]) and words[0] not in (*GROUPS, *_CHOICES):
+    if words and re.fullmatch(r"[a-z]+", words[0]) and words[0] not in (*GROUPS, *_CHOICES, "suite"):
         command = words.pop(0)
         if command not in COMMANDS:
             raise UsageError(f"unknown command {command!r}{_near(command, COMMANDS)}; commands: {', '.join(COMMANDS)}")
@@ -201,7 +201,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
         elif word.startswith("-"):
             raise UsageError(f"unknown option {word!r}: settings are written key=value; options are -m and --help")
         elif "=" not in word or word.startswith("="):
-            known = _near(word, [*COMMANDS, *_CHOICES, *GROUPS])
+            known = _near(word, [*COMMANDS, *_CHOICES, *GROUPS, "suite"])
             raise UsageError(f"{word!r} has no value{known}: settings are written key=value, as in sweep=ten")
         elif word.startswith(("hydra/launcher=", "hydra.launcher.")):
             launcher.append(word)

@@ -180,6 +180,7 @@ def test_composing_leaves_another_hydra_job_alone():
         (["margin=20%"], "1% to 10%"),
         (["directions=[into]"], "directions: 'into'"),
         (["sweep"], "key=value"),
+        (["suite"], "key=value"),
         (["--multi"], "-m"),
         (["swep"], "unknown command"),
         (["hydra/launcher=basic"], "-m"),
