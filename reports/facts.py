@@ -103,6 +103,15 @@ def is_synthetic(run: RunRow) -> bool:
     return _says(run, ("synthetic", "random"))
 
 
+def busiest(run: RunRow) -> str:
+    """What the busiest expert of a layer got, in multiples of an even share; empty where it was not counted."""
+    told = run.model.get("busiest_expert")
+    if not isinstance(told, dict):
+        return ""
+    shares = [s for name in ("mean", "least", "most") if (s := finite(told.get(name))) is not None]
+    return "{:.1f} times its share ({:.1f} to {:.1f} by layer)".format(*shares) if len(shares) == 3 else ""
+
+
 def is_toy(run: RunRow) -> bool:
     """Whether the model is the small embedded one, whose speed says nothing about the real model."""
     return _says(run, ("toy", "tiny", "embedded")) or model_name(run).lower() in ("tiny", "toy", "embedded")

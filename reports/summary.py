@@ -270,6 +270,8 @@ def _place(group: list[RunRow]) -> dict[str, str]:
     weights = (
         "synthetic (random)" if facts.is_synthetic(run) else "small, trained" if facts.is_toy(run) else "as published"
     )
+    if busy := facts.busiest(run):
+        weights += f", busiest expert {busy}"
     wheel = facts.lookup(run.machine, ("mlx-metal wheel", "mlx-cuda-13 wheel", "mlx-cuda-12 wheel", "mlx-cpu wheel"))
     memory = facts.finite(facts.lookup(run.machine, ("memory", "memory_bytes", "memory_size", "ram")))
     return {

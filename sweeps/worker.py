@@ -100,6 +100,8 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
     row = _run_row(job, session, shared, made, prompts)
     if shared is not None:
         row.machine |= ceilings.measure(str(row.machine.get("device_kind")), clock)
+        if job.model.get("kind") == "synthetic" and any(arm.subject == "engine" for arm in job.arms):
+            row.model |= _routed(shared, prompts)
     store.append(row)
     for torn in store.read().torn:
         print(f"{torn}: the last line was cut off; it is set aside and its window runs again", file=sys.stderr)
@@ -243,6 +245,15 @@ def _sentinel(job: Job, clock: Clock, machine: Mapping[str, Any]) -> sentinel.Se
     # A twentieth of a session's budget is the most that one block may spend on waiting.
     most = job.budget_seconds / max(job.sessions, 1) / 20 if job.budget_seconds > 0 else sentinel.LONG_WAIT_SECONDS
     return sentinel.Sentinel(kernel, clock, may_wait=accelerator, most_wait=most)
+
+
+def _routed(shared: Any, prompts: Prompts) -> dict[str, Any]:
+    """How evenly random weights route, on an engine of its own."""
+    from engine.generate import Engine
+    from sweeps import routed
+
+    own = Engine(shared.config, shared.weights, vocabulary=shared.real_vocab, dtype=shared.dtype)
+    return routed.busiest(own, prompts.take(routed.TOKENS, 0))
 
 
 def _least(job: Job, shared: Any) -> Callable[[Point], tuple[int | None, int | None]]:

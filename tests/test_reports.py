@@ -214,9 +214,11 @@ def test_toy_model_is_named_with_the_real_command(tmp_path: Path, model: dict[st
 
 def test_synthetic_weights_are_loud(tmp_path: Path) -> None:
     _, samples, contrasts = one_point()
-    run = rows.run_row(model={"name": "synthetic-35b", "kind": "synthetic", "seed": 0})
+    counted = {"busiest_expert": {"mean": 7.63, "least": 5.0, "most": 10.2, "tokens": 1024}}
+    run = rows.run_row(model={"name": "synthetic-35b", "kind": "synthetic", "seed": 0} | counted)
     source = page(rows.write_run(tmp_path / "r", [run], samples, contrasts))
     assert "Synthetic weights" in source.split('id="rates"')[0]
+    assert "busiest expert 7.6 times its share (5.0 to 10.2 by layer)" in source
 
 
 def test_one_process_is_said(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.checkpoint import inspect
 from engine.config import ModelConfig
+from engine.generate import Engine
+from engine.ops.choice import Tuned
 from engine.synthetic import (
     REAL,
     SyntheticError,
@@ -25,6 +27,7 @@ from engine.synthetic import (
     write_checkpoint,
 )
 from engine.weights import Weights, matrices
+from sweeps.routed import busiest
 
 
 def test_tiny_keeps_every_real_head_size():
@@ -105,6 +108,19 @@ def test_skew_makes_one_expert_busy():
         assert 5.5 < busy[8.0][layer] < 10.5
         assert busy[8.0].argmax() == layer
         assert busy[1.0].max() < 3
+
+
+def test_skew_holds_for_the_rows_of_a_pass_in_every_layer():
+    """As a run counts it: an expert in a quarter of all rows, not in all of one layer and none of the next."""
+    tiny = tiny_config(8, hidden_size=128, experts=256)
+    ids = np.random.default_rng(0).integers(0, 450, 256).tolist()
+    told = {}
+    for skew in (1.0, 8.0):
+        engine = Engine(tiny, make_weights(tiny, 0, dtype=mx.float32, skew=skew), dtype=mx.float32, tuned=Tuned())
+        told[skew] = busiest(engine, ids)["busiest_expert"]
+        assert engine.position == 0 and not engine.executed()
+    assert 6 < told[8.0]["mean"] < 10 and told[8.0]["least"] > 3 and told[8.0]["most"] < 14
+    assert told[1.0]["mean"] < 0.6 * told[8.0]["mean"] and told[8.0]["tokens"] == 256
 
 
 @pytest.mark.parametrize("skew", [0.5, 2.0])
