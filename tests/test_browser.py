@@ -37,14 +37,16 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A suite, a realistic run of ten frontiers under a hostile name, and a run without any rows."""
+    """A suite, a run of one contrast under a hostile name, and a run without any rows."""
     folder = tmp_path_factory.mktemp("pages")
-    runs, samples, contrasts = rows.realistic(1, 1)
-    for run in runs:
-        run.model = rows.REAL | {"name": HOSTILE}
+    runs = [rows.run_row(model=rows.REAL | {"name": HOSTILE})]
+    samples = [
+        rows.sample(arm, p, f) for arm in ("full", "mlx_lm") for p in ("prefill", "decode") for f in (256, 131_072)
+    ]
+    contrasts = [rows.contrast("decode", f, "full") for f in (256, 131_072)]
     return {
         "suite": build([suite_rows.write(folder / "suite")]),
-        "ten": build([rows.write_run(folder / "ten", runs, samples, contrasts)]),
+        "hostile": build([rows.write_run(folder / "hostile", runs, samples, contrasts)]),
         "empty": build([rows.write_run(folder / "empty", [], [], [])]),
     }
 
@@ -96,7 +98,7 @@ CONTRAST = """selector => {
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("name", ["suite", "ten", "empty"])
+@pytest.mark.parametrize("name", ["suite", "hostile", "empty"])
 def test_nothing_overflows_and_the_console_is_silent(
     browser: Any, pages: dict[str, Path], name: str, width: int
 ) -> None:
@@ -155,7 +157,7 @@ def test_the_keyboard_reaches_everything_in_reading_order(browser: Any, pages: d
 
 
 def test_figures_and_landmarks_have_names(browser: Any, pages: dict[str, Path]) -> None:
-    with Opened(browser, pages["ten"]) as opened:
+    with Opened(browser, pages["hostile"]) as opened:
         unnamed = "[...document.querySelectorAll('svg[role=img]')].filter(e => !e.getAttribute('aria-labelledby')"
         unnamed += ".split(' ').every(id => document.getElementById(id)?.textContent.trim())).length"
         assert opened.ask("document.querySelectorAll('svg[role=img]').length") > 5 and opened.ask(unnamed) == 0
