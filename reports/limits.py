@@ -38,7 +38,9 @@ def limits(study: Study) -> list[Table]:
     ]
 
 
-def _scaled(factor: float) -> Callable[[Any], str]:
+def scaled(factor: float) -> Callable[[Any], str]:
+    """How a column shows values in a unit of ``1 / factor``."""
+
     def show(value: Any) -> str:
         x = facts.finite(value)
         return text.ABSENT if x is None else text.number(x * factor)
@@ -46,7 +48,7 @@ def _scaled(factor: float) -> Callable[[Any], str]:
     return show
 
 
-_MEGA, _GIGA, _TERA, _MICRO = _scaled(1e-6), _scaled(1e-9), _scaled(1e-12), _scaled(1e6)
+_MEGA, _GIGA, _TERA, _MICRO = scaled(1e-6), scaled(1e-9), scaled(1e-12), scaled(1e6)
 
 
 def device(study: Study) -> Table:

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from reports import claims, facts, figures, interplay, ladder, limits, quality, summary, tables, text
+from reports import claims, drafting, facts, figures, interplay, ladder, limits, quality, summary, tables, text
 from reports.cells import Study, study
 from reports.load import ReportError, Rows, read_rows
 from sweeps.rows import SCHEMA
@@ -35,6 +35,7 @@ SECTIONS = (
     ("ratios", "Ratios"),
     ("ladder", "Ladder"),
     ("interactions", "Interactions"),
+    ("drafting", "Drafting"),
     ("quality", "Quality"),
     ("limits", "Limits"),
     ("memory", "Memory"),
@@ -64,10 +65,11 @@ def build(folders: Sequence[Path], output: Path | None = None) -> Path:
     pairs = interplay.details(seen)
     grids = interplay.grid(seen, pairs)
     more = [claims.claims(seen), claims.facts(), claims.against_mlx(seen), ladder.table(rungs), pairs, *grids]
-    more += [quality.quality(seen), *limits.limits(seen)]
+    more += [quality.quality(seen), *limits.limits(seen), *(drafts := drafting.drafting(seen))]
     made = tables.tables(seen) | {table.name: table for table in more}
     context = _context(seen, drawn, made) | {
         "grids": grids,
+        "drafts": drafts,
         "interplay": interplay.MEANING,
         "untested": claims.untested(seen),
     }

@@ -139,7 +139,7 @@ def _spied(engine: Engine, made: Touched) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of a pass: what every pass reads, and one expert of a layer; both of the draft head too, with its matrix."""
+    """Bytes of a pass: what every pass reads and one expert of a layer; both of the draft head too, with its matrix."""
 
     common: int
     expert: float
