@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reports.load import ReportError
+from reports.load import ReportError, runs_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="command", required=True, metavar="build|compare|gate|baseline|exact|predict|catalogue|share"
     )
     build = commands.add_parser("build", help="write the report of one run, or of several together")
-    build.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    build.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or that of a suite")
     build.add_argument("--output", type=Path, metavar="DIR", help="folder to write into (default: the run folder)")
     build.set_defaults(run=_build)
     compare = commands.add_parser("compare", help="the same points in two runs")
@@ -132,7 +132,10 @@ def _add_gate(commands: argparse._SubParsersAction) -> None:
 def _build(arguments: argparse.Namespace) -> int:
     from reports.page import build
 
-    print(build(arguments.runs, arguments.output))
+    runs = [run for folder in arguments.runs for run in runs_of(folder)]
+    # The report of a suite lies in its own folder.
+    suite = arguments.runs[0] if len(arguments.runs) == 1 and runs != arguments.runs else None
+    print(build(runs, arguments.output or suite))
     return 0
 
 

@@ -58,6 +58,12 @@ def read_rows(folders: Sequence[Path]) -> Rows:
     return rows
 
 
+def runs_of(folder: Path) -> list[Path]:
+    """The run folders below the folder of a suite, in order; any other folder alone."""
+    below = sorted(path.parent for path in folder.glob("*/samples.jsonl")) if (folder / "suite.json").is_file() else []
+    return below or [folder]
+
+
 def _fill(row: RunRow | SampleRow | ContrastRow) -> None:
     """Empty lists and mappings where another writer left null, so that readers need not ask."""
     lists, mappings = ("argv", "chunks", "executed", "flags", "run_ids"), ("check", "extra")

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from reports.load import ReportError
+from reports.load import ReportError, runs_of
 from reports.page import build
 
 _TEXT = ("job.json", "runs.jsonl", "samples.jsonl", "contrasts.jsonl", "conditions.jsonl", "baseline.json")
@@ -87,8 +87,8 @@ def share(run: Path, output: Path | None = None) -> list[Path]:
 def _runs(run: Path) -> list[Path]:
     if (run / "samples.jsonl").is_file() or (run / "runs.jsonl").is_file():
         return [run]
-    found = sorted(path.parent for path in run.glob("*/samples.jsonl"))
-    if not found:
+    found = runs_of(run)
+    if found == [run]:
         raise ReportError(f"{run}: no run folder and no suite; runs are kept under reports/runs/")
     return found
 

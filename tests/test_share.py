@@ -16,7 +16,7 @@ import report_rows as rows
 
 from reports import share
 from reports.__main__ import main
-from reports.load import ReportError, read_rows
+from reports.load import ReportError, read_rows, runs_of
 
 HOST, USER, SERIAL = "kestrel-07.example.net", "wilhelmina", "C02XK9ZZJHD5"
 UUID, MAC, MAIL = "GPU-8f2a6b10-1111-2222-3333-444455556666", "a4:83:e7:12:34:56", "wil@example.org"
@@ -124,6 +124,8 @@ def test_command_writes_two_files_and_a_suite_is_one(
     suite = tmp_path / "suite"
     suite.mkdir()
     run.rename(suite / "01-a")
+    (suite / "suite.json").write_text("{}", encoding="utf-8")
+    assert runs_of(suite) == [suite / "01-a"] and runs_of(suite / "01-a") == [suite / "01-a"]
     assert main(["share", str(suite)]) == 0
     written = capsys.readouterr().out.split()
     assert [Path(path).name for path in written] == ["report.html", "rows.tar.gz"]
