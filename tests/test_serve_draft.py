@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ def weights():
     return make_weights(CONFIG, 0, dtype=mx.float32, mtp=True)
 
 
-def make(weights, drafter="off", depth=4, **more) -> Engine:
+def make(weights, drafter: Any = "off", depth=4, **more) -> Engine:
     speculative = SpeculativeConfig(drafter, depth, **more)
     return Engine(
         CONFIG,
@@ -166,7 +168,8 @@ def test_a_server_says_what_of_an_answer_was_drafted(tmp_path, monkeypatch):
         name = server.source.name
         made = client(server.port).completions.create(model=name, prompt=AGAIN, max_tokens=24, temperature=0)
     assert made.choices[0].text == own.tokenizer.decode(own.ids(AGAIN, 24))
-    details = made.usage.completion_tokens_details
+    assert made.usage is not None and made.usage.completion_tokens_details is not None
+    details: Any = made.usage.completion_tokens_details
     drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
     assert made.usage.completion_tokens == 24 and drafted >= 1
     assert BLOCK < len(AGAIN)

@@ -75,6 +75,25 @@ def test_decode_starts_from_the_same_tokens_for_every_arm(tmp_path):
         assert len({row.tokens_hash for row in bench.rows("decode", frontier=frontier)}) == 1
 
 
+def test_with_prompts_of_their_own_a_block_is_a_prompt(tmp_path):
+    """The arms of a block decode the same prompt, and no two blocks do; without, all of them the same."""
+    for own, prompts in ((True, 3), (False, 1)):
+        read = []
+
+        def noting(_, stub, read=read):
+            prefill = stub.prefill
+            stub.prefill = lambda tokens, **more: read.append(tuple(tokens)) or prefill(tokens, **more)
+            return stub
+
+        made = points([8], blocks=3)[1:]
+        bench = Bench(job(tmp_path / str(own), [arm("a"), arm("b")], made, settings={"own_prompts": own}), wrap=noting)
+        assert bench.run()
+        rows = bench.rows("decode")
+        assert len(rows) == 12 and len(set(read)) == prompts and len(read) == 2 * prompts
+        trials = {(row.block, row.extra.get("trial")) for row in rows}
+        assert len(trials) == 3 and len({trial for _, trial in trials}) == prompts
+
+
 def test_single_token_times_come_from_a_run_that_gives_no_rate(tmp_path):
     bench = Bench(job(tmp_path, [A], points([256])))
     bench.run()
