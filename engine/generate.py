@@ -334,14 +334,14 @@ class Engine:
             stamps.append(clock())
         self.ops.recorder.record("token_feedback", self.engine.decode.feedback)
         if self.engine.decode.feedback == "host":
-            self._feed(ids[-1])
+            self.feed(ids[-1])
 
-    def _feed(self, token: int) -> None:
-        """Make `token` the next to be fed."""
+    def feed(self, token: int | mx.array) -> None:
+        """Make `token`, an id or uint32 ``[1]`` on the device, the next to be fed."""
         if self.replay is not None and self.replay.running:
-            self.replay.feed(token)
+            self.replay.feed(token if isinstance(token, int) else int(token.item()))  # pyright: ignore[reportArgumentType]
         else:
-            self.cache.state["token"] = mx.array([token], dtype=mx.uint32)
+            self.cache.state["token"] = mx.array([token], dtype=mx.uint32) if isinstance(token, int) else token
 
     def step(self) -> mx.array | Pending:
         """Submit one greedy step: feed the token the device holds, leave the next one there.
@@ -564,13 +564,9 @@ class Engine:
             assert key is not None
             key, now = mx.random.split(key)
             drawn = sample(logits, sampling, now)
-            if self.replay is not None:
-                self._feed(int(drawn.item()))  # pyright: ignore[reportArgumentType]
-                yield drawn, mx.isfinite(logits).all()
-                continue
-            state["token"] = drawn
+            self.feed(drawn)
             mx.async_eval(drawn)
-            yield drawn, state["finite"]
+            yield drawn, state["finite"] if self.replay is None else mx.isfinite(logits).all()
 
     def logits(self, tokens: Sequence[int], phase: str = "prefill") -> mx.array:
         """Teacher-forced logits float32 ``[len(tokens), vocabulary]``; the cache advances.
@@ -589,7 +585,7 @@ class Engine:
         else:
             at = 0
             while at < len(tokens):
-                self._feed(tokens[at])
+                self.feed(tokens[at])
                 rows.append(self.score().astype(mx.float32))
                 at += 1
                 if self.speculator is not None:

@@ -90,12 +90,14 @@ class ReplayedCache(Cache):
 
     @property
     def state(self) -> dict[str, Any]:
+        """All arrays by name, as in every cache; back first if they are away."""
         if self.away is not None:
             self.away()
         return self._state
 
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
+        """Set once, when the cache is made."""
         self._state = value
 
     @property
@@ -142,6 +144,11 @@ class Pending:
         return Finite(self)
 
 
+def as_array(token: Pending | mx.array) -> mx.array:
+    """A token in flight as uint32 ``[1]``; waits for one of a replay."""
+    return mx.array([token.item()], dtype=mx.uint32) if isinstance(token, Pending) else token
+
+
 @dataclass(frozen=True)
 class Finite:
     """A flag in flight, read as MLX's are."""
@@ -149,6 +156,7 @@ class Finite:
     token: Pending
 
     def item(self) -> bool:
+        """The flag, once its token is there."""
         self.token.item()
         return self.token._replay.finite
 

@@ -35,6 +35,7 @@ from engine.config import EngineConfig, ModelConfig, SpeculativeConfig
 from engine.depth import DRAFT_COST, GUESSED, Costs, DepthController, draft_cost
 from engine.model import Model, best_of
 from engine.ops.registry import DECODE_ROWS, VariantUnsupported
+from engine.replay import as_array
 from engine.sampling import GREEDY, Sampling, kept_scores
 from engine.weights import Matrix
 
@@ -363,7 +364,7 @@ class ModelDrafter:
         self._seen = list(history)
         before = engine.snapshot()
         engine.cache.state["token"] = mx.array([token], dtype=mx.uint32)
-        made = [engine.step() for _ in range(depth)]
+        made = [as_array(engine.step()) for _ in range(depth)]
         engine.restore(before)
         return Draft(mx.concatenate(made))
 

@@ -165,7 +165,7 @@ def attention_metal(
         raise KernelError(f"decode_attention=metal: fresh rows are {[1, kv_heads, rows, dim]}, not {shapes}")
     if lanes == "best":
         packed = heads_per_fetch(heads, n_heads // kv_heads)
-        fits = packed == TILE_HEADS and q.dtype != mx.float32 and not held.paged
+        fits = packed == TILE_HEADS and q.dtype != mx.float32 and held.table is None
         lanes = "tiles_ahead" if fits else "coalesced"
     if split not in SPLITS or lanes not in LANES or blocks < 1:
         raise KernelError(f"decode_attention=metal has no split={split} lanes={lanes} blocks={blocks}")

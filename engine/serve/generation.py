@@ -10,6 +10,7 @@ from typing import Literal
 
 import mlx.core as mx
 
+from engine.replay import Pending
 from engine.generate import Engine, NonFinite, Sampling, sample
 from engine.serve.reuse import Prefixes
 from engine.speculative import MOST_DEPTH
@@ -152,7 +153,7 @@ class Generation:
         if engine.position + rows > engine.cache.capacity:
             engine.cache.reserve(_roomy(engine.position + rows))
 
-    def _draws(self) -> Iterator[tuple[mx.array, tuple[mx.array, ...] | None]]:
+    def _draws(self) -> Iterator[tuple[mx.array | Pending, tuple[mx.array, ...] | None]]:
         """Steps in flight: the next id ``[1]``, and its scores if they are asked for."""
         ask, engine, key = self.ask, self.engine, mx.random.key(self.ask.seed)
         while True:
@@ -164,12 +165,12 @@ class Generation:
             if ask.sampling.temperature:
                 key, now = mx.random.split(key)
             token = sample(logits, ask.sampling, now)
-            engine.cache.state["token"] = token
+            engine.feed(token)
             scores = None if ask.top is None else _scores(logits, token, ask.top)
             mx.async_eval(token, *(scores or ()))
             yield token, scores
 
-    def _read(self, token: mx.array, scores: tuple[mx.array, ...] | None) -> Scored:
+    def _read(self, token: mx.array | Pending, scores: tuple[mx.array, ...] | None) -> Scored:
         chosen = int(token.item())  # pyright: ignore[reportArgumentType]
         if scores is None:
             return Scored(chosen)
