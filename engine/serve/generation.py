@@ -10,8 +10,8 @@ from typing import Literal
 
 import mlx.core as mx
 
-from engine.replay import Pending
 from engine.generate import Engine, NonFinite, Sampling, sample
+from engine.replay import Pending
 from engine.serve.reuse import Prefixes
 from engine.speculative import MOST_DEPTH
 
