@@ -4,6 +4,7 @@
     python -m sweeps model=qwen3.6-35b sweep=ten           the run that people come for
     python -m sweeps ablation=packed_dequant               one question
     python -m sweeps -m ablation=packed_dequant,gdn_scan   several, one after another
+    python -m sweeps -m hydra/launcher=ray …               over machines: ray, submitit_local, submitit_slurm
     python -m sweeps suite=quick                           a list of questions, in parts if part= is said, one report
     python -m sweeps … dry_run=true                        the plan, minutes and memory; measures nothing
     python -m sweeps calibrate                             how large a difference this machine makes up by itself
@@ -17,9 +18,7 @@ Exit codes: 0 done, 1 a point failed, 2 something on the command line or on this
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import shutil
 import sys
 import tempfile
@@ -49,16 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if environment.debug():
             raise
-        # Deliberate refusals are ValueErrors with a message made for people, and a place that cannot be written is for
-        # the user to change; anything else is a fault of ours.
-        refused = isinstance(error, ValueError)
-        text = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, OSError) and error.errno in _DENIED:
-            refused = True
-            text = f"{error.filename or 'disk'}: {error.strerror}; give another place (run_dir= for a run)"
-        hint = "" if refused else f" ({type(error).__name__}; LILYBENCH_DEBUG=1 shows where)"
-        print(f"error: {text}{hint}", file=sys.stderr)
-        return 2 if refused else 1
+        text, code = explained(error)
+        print(f"error: {text}", file=sys.stderr)
+        return code
+
+
+def explained(error: Exception) -> tuple[str, int]:
+    """An error as one line, and the exit code that goes with it."""
+    # Deliberate refusals are ValueErrors with a message made for people, and a place that cannot be written is for
+    # the user to change; anything else is a fault of ours.
+    refused = isinstance(error, ValueError)
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno in _DENIED:
+        refused = True
+        text = f"{error.filename or 'disk'}: {error.strerror}; give another place (run_dir= for a run)"
+    hint = "" if refused else f" ({type(error).__name__}; LILYBENCH_DEBUG=1 shows where)"
+    return f"{text}{hint}", 2 if refused else 1
 
 
 def command(words: Sequence[str]) -> int:
@@ -75,10 +80,13 @@ def command(words: Sequence[str]) -> int:
         return _tune(line)
     if line.command == "calibrate":
         line = CommandLine("run", ("sweep=calibrate", *line.overrides), line.multirun)
-    if line.launcher:
-        return _launch(line)
-    name = compose.suite_of(line)
-    return _suite(name, line) if name else sweep(compose.jobs(line))
+    name, jobs = compose.suite_of(line), compose.jobs(line)
+    # A dry run speaks of this machine, whoever would run the jobs.
+    if line.launcher and compose.request(jobs[0]).dry_run == "false":
+        from sweeps import launch
+
+        return launch.launch(name, jobs, line.launcher)
+    return _suite(name, jobs) if name else sweep(jobs)
 
 
 def sweep(jobs: Sequence[Sequence[str]]) -> int:
@@ -108,9 +116,8 @@ def sweep(jobs: Sequence[Sequence[str]]) -> int:
     return max(codes)
 
 
-def _suite(name: str, line: CommandLine) -> int:
+def _suite(name: str, jobs: Sequence[Sequence[str]]) -> int:
     """Check every job of a suite, then show them or run those that are not done."""
-    jobs = compose.jobs(line)
     requests = [compose.request(job) for job in jobs]
     first = requests[0]
     requests = suite.placed(requests, suite.folder(name, jobs, first.launch, first.run_dir))
@@ -206,37 +213,6 @@ def _unpack(line: CommandLine) -> int:
     file, *into = (compose.resolve(word, Path.cwd()) for word in line.arguments)
     print(archive.unpack(file, into[0] if into else Path.cwd() / "reports" / "runs"))
     return 0
-
-
-def _launch(line: CommandLine) -> int:
-    """Hand checked jobs to the Hydra launcher that was named; each runs this module's `main` where it lands."""
-    import hydra
-
-    jobs = compose.jobs(line)
-    for job in jobs:
-        compose.request(job)
-
-    @hydra.main(version_base=None, config_path=str(compose.config_dir()), config_name="config")
-    def task(config) -> None:
-        if main(json.loads(config.words)):
-            raise RuntimeError(f"this job failed: {config.words}")
-
-    words = ",".join(compose.quote(json.dumps(job)) for job in jobs)
-    compose.register()
-    # Hydra would send the log of every library to stdout, among what the jobs print there for programs.
-    silent = ("hydra/hydra_logging=none", "hydra/job_logging=none")
-    with _argv([sys.argv[0], "-m", *silent, *line.launcher, f"+words={words}"]):
-        task()
-    return 0
-
-
-@contextlib.contextmanager
-def _argv(words: list[str]):
-    held, sys.argv = sys.argv, words
-    try:
-        yield
-    finally:
-        sys.argv = held
 
 
 if __name__ == "__main__":
