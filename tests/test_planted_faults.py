@@ -51,8 +51,9 @@ class Wrapped:
     def __init__(self, op: Any, bend: Callable[..., Any]):
         self._op, self._bend = op, bend
 
-    def __call__(self, *arguments: Any, rows: int) -> Any:
-        return self._bend(lambda *a: self._op(*a, rows=rows), *arguments)
+    def __call__(self, *arguments: Any, rows: int, residual: Any = None) -> Any:
+        out = self._bend(lambda *a: self._op(*a, rows=rows), *arguments)
+        return out if residual is None else residual + out
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._op, name)
