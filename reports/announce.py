@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reports import text
-from reports.gate import Answer, Line
+from reports.gate import Answer, Line, named
 
 _TITLES = {0: "no confirmed slowdown", 1: "slower", 2: "cannot tell"}
 _LEVELS = {"slower": "error", "suspect": "warning", "cannot tell": "warning"}
@@ -45,7 +45,7 @@ def markdown(answer: Answer, strict: bool = False) -> str:
 
 def _headline(line: Line) -> str:
     said = f"{text.markdown(line.contrast)}: {line.phase} at {text.tokens(line.frontier)} tokens is {line.size}"
-    return said + (f"; ops changed: {text.markdown(', '.join(line.changed))}" if line.changed else "")
+    return said + text.markdown(named(line))
 
 
 def _row(line: Line) -> str:

@@ -5,13 +5,16 @@ The measuring is `python -m sweeps base=CHECKOUT`, in a process of its own; a re
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from reports.gate import Answer
+from reports import text
+from reports.gate import Answer, with_timed
 from reports.gate import gate as judge
 from reports.load import ReportError
 
@@ -22,6 +25,9 @@ SETTINGS = ("sessions=5",)
 
 FRESH_SEED = 1_000_003
 """Added to the seed of the confirmation, whose prompts and order are new too."""
+
+Timed = Callable[[Path, str, int], list[dict[str, Any]]]
+"""Times the ops of a run's base and head at a phase and frontier (`python -m sweeps.opwise`)."""
 
 Measure = Callable[[Sequence[str]], int]
 """Runs the sweep with the given words and returns its exit code."""
@@ -34,8 +40,11 @@ def gate(
     ignore: Sequence[str] = (),
     head: Path | None = None,
     measure: Measure | None = None,
+    timed: Timed | None = None,
 ) -> Answer:
     """Measure this checkout against `base`, again on fresh sessions where something looks slower, and judge.
+
+    Of what is slower, the ops of both are then timed one by one, which names those that take longer.
 
     Args:
         base: another checkout of this repository, or of any that has a ``lilybench_subject.py``.
@@ -66,7 +75,27 @@ def gate(
     again = work.resolve() / "confirmation"
     fresh = [w for w in words if not w.startswith("seed=")]
     _measured(measure, [*fresh, f"seed={seed}", f"run_dir={again}"], again)
-    return judge(first, [again], ignore=ignore)
+    answer = judge(first, [again], ignore=ignore)
+    return with_timed(answer, _slower_ops(answer, first, timed or _opwise))
+
+
+def _slower_ops(answer: Answer, run: Path, timed: Timed) -> dict[str, list[str]]:
+    """Ops that take longer, by the name of the line that is slower; a line whose ops cannot be timed is left out."""
+    made = {}
+    for line in answer.lines:
+        if line.word == "slower":
+            rows = [row for row in timed(run, line.phase, line.frontier) if "ratio" in row]
+            slower = sorted((row for row in rows if row["slower"]), key=lambda row: -row["ratio"])
+            if rows:
+                made[line.name] = [f"{row['op']} ({text.percent(row['ratio'] - 1)} longer)" for row in slower]
+    return made
+
+
+def _opwise(run: Path, phase: str, frontier: int) -> list[dict[str, Any]]:
+    line = [sys.executable, "-m", "sweeps.opwise", str(run), phase, str(frontier)]
+    done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    # What is slower is known without it.
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else []
 
 
 def with_defaults(given: Sequence[str]) -> list[str]:

@@ -88,6 +88,7 @@ class Line:
             first stage. confirmed_ratio: the same on the fresh sessions.
         word: ``slower`` (confirmed), ``suspect`` (not confirmed yet), ``not confirmed`` (the fresh sessions do not
             show it), ``ok``, or ``cannot tell``. changed: ops whose code or chosen variant differs between the sides.
+        timed: ops that take longer by themselves, with by how much; None where they were not timed.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Line:
     reason: str
     confirmed_ratio: float | None = None
     changed: tuple[str, ...] = ()
+    timed: tuple[str, ...] | None = None
 
     @property
     def size(self) -> str:
@@ -249,7 +251,26 @@ def _answer(
 
 def _sentence(line: Line) -> str:
     said = f"{line.phase} at {text.tokens(line.frontier)} is {line.size}"
-    return said + (f", changed ops: {', '.join(line.changed)}" if line.changed else "")
+    return said + named(line)
+
+
+def named(line: Line) -> str:
+    """The ops behind a slowdown: those that take longer when timed alone, and those whose code differs."""
+    said = f", changed ops: {', '.join(line.changed)}" if line.changed else ""
+    if line.timed is None:
+        return said
+    return said + f", slower ops by timing: {', '.join(line.timed) or 'none beyond the noise'}"
+
+
+def with_timed(answer: Answer, timed: Mapping[str, Sequence[str]]) -> Answer:
+    """The answer with the ops that timing found, by the name of the line."""
+    lines = tuple(
+        dataclasses.replace(line, timed=tuple(timed[line.name])) if line.name in timed else line
+        for line in answer.lines
+    )
+    before = "; ".join(_sentence(line) for line in answer.lines if line.word == "slower")
+    after = "; ".join(_sentence(line) for line in lines if line.word == "slower")
+    return dataclasses.replace(answer, lines=lines, reason=answer.reason.replace(before, after))
 
 
 def _line(

@@ -140,6 +140,10 @@ class Remote:
         """Start counting anew, and a new peak of memory."""
         self._call("reset_executed")
 
+    def op(self, name: str, rows: int, context: int, passes: int) -> int:
+        """Run one op so many times, on the shapes of `rows` new rows at `context` positions; returns calls a pass."""
+        return self._call("op", op=name, rows=rows, context=context, passes=passes)
+
     def memory(self) -> tuple[int | None, int | None]:
         """(peak since `reset_executed`, active now) of the child's allocator, in bytes."""
         return self._memory

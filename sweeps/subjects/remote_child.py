@@ -32,6 +32,7 @@ class Server:
         self.job: Any = None
         self.shared: Any = None
         self.adapter: Any = None
+        self.calls: dict[tuple[int, str, int, int], list[tuple[Any, Any, Any]]] = {}
 
     def start(self, job: dict[str, Any]) -> str:
         """Load the checkout's own packages, or its adapter; no weights yet."""
@@ -99,7 +100,26 @@ class Server:
             return subject.close()
         if name == "reset_executed":
             _reset_peak()
+        if name == "op":
+            return self.run_op(number, **given)
         return getattr(subject, name)(**given)
+
+    def run_op(self, number: int, op: str, rows: int, context: int, passes: int) -> int:
+        """Run the variant that a subject has bound to `op` on the shapes of its model; returns the calls of a pass.
+
+        Inputs are made once and kept for the next question about the same shapes. Every pass is waited for.
+        """
+        if self.adapter is not None:
+            raise ValueError("an engine behind an adapter has ops of its own")
+        import mlx.core as mx
+
+        key = (number, op, rows, context)
+        if key not in self.calls:
+            self.calls = {key: _op_calls(self.subjects[number].engine, op, rows, context)}
+        for _ in range(passes):
+            for variant, arguments, settings in self.calls[key]:
+                mx.eval(_arrays(variant.run(*arguments, **settings)))
+        return len(self.calls[key])
 
     def facts(self, subject: Any) -> dict[str, Any]:
         """Commit and time of the checkout, and a hash of the code behind each op."""
@@ -130,6 +150,31 @@ def op_identity(checkout: Path) -> dict[str, str]:
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         made[op.name] = digest.hexdigest()[:16]
     return made
+
+
+def _op_calls(engine: Any, op: str, rows: int, context: int) -> list[tuple[Any, Any, Any]]:
+    """(variant, arguments, settings) of each call of a pass, arguments ready in memory."""
+    import mlx.core as mx
+
+    bound = next(bound for bound in engine.ops.all() if bound.op.name == op)
+    made = []
+    for seed, case in enumerate(bound.op.timing(engine.config, rows, context)):
+        arguments = bound.op.inputs(case, engine.dtype, seed)
+        mx.eval(_arrays(arguments))
+        variant, settings, _ = bound.pick(rows, arguments)
+        made.append((variant, arguments, settings))
+    return made
+
+
+def _arrays(value: Any) -> list[Any]:
+    """Every array in arguments or results, however nested."""
+    if hasattr(value, "shape"):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [array for part in value for array in _arrays(part)]
+    if dataclasses.is_dataclass(value):
+        return [array for f in dataclasses.fields(value) for array in _arrays(getattr(value, f.name))]
+    return []
 
 
 def _shared_fields(given: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
