@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import signal
 import socket
@@ -76,6 +77,7 @@ def test_a_lost_job_is_listed_and_the_same_command_runs_it_alone(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(suite, "report", lambda requests, where: 0)
     began: list[str] = []
+    handlers = logging.getLogger().handlers.copy()
 
     def one(request: Request, model: Any, first: Any) -> int:
         assert request.run_dir is not None
@@ -91,6 +93,7 @@ def test_a_lost_job_is_listed_and_the_same_command_runs_it_alone(
     assert "1 of 2 jobs are not done: give the same command again" in said
     assert command.main(WORDS) == 0
     assert began == ["01-none", "02-none", "02-none"]
+    assert logging.getLogger().handlers == handlers, "what runs after this would log into a stream that is gone"
 
 
 def test_what_a_dead_process_began_is_not_begun_again_by_the_launcher(tmp_path: Path) -> None:

@@ -96,8 +96,11 @@ for _name, _variant in list(_OPS["experts"].variants.items()):
 def test_an_op_planted_in_a_checkout_is_named(tmp_path: Path) -> None:
     for side in ("base", "head"):
         for room in ("engine", "ablations", "sweeps", "configs"):
-            copied = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(Path(opwise.__file__).parents[1] / room, tmp_path / side / room, ignore=copied)
+            shutil.copytree(
+                Path(opwise.__file__).parents[1] / room,
+                tmp_path / side / room,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
     with (tmp_path / "head" / "engine" / "ops" / "experts.py").open("a", encoding="utf-8") as file:
         file.write(SLOWER)
     words = [f"base={tmp_path / 'base'}", f"head={tmp_path / 'head'}", "frontiers=[256]", f"run_dir={tmp_path / 'run'}"]
