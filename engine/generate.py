@@ -153,8 +153,8 @@ class Engine:
         """Why steps cannot be recorded and replayed, or None."""
         if self.device != "cuda":
             return "steps are replayed as CUDA graphs; take step"
-        if self.engine.decode.logprobs or self.engine.speculative.drafter != "off":
-            return "log-probabilities and drafts are made outside a recorded step; take step"
+        if self.engine.decode.logprobs:
+            return "log-probabilities are made outside a recorded step; take step"
         return unsupported(self.config, self.model, self.engine.cache.layout)
 
     @property
@@ -307,6 +307,11 @@ class Engine:
                 self._hand_over(pending, ids, stamps, clock)
         while pending:
             self._hand_over(pending, ids, stamps, clock)
+        self._drained()
+        return (ids, stamps) if clock is not None else ids
+
+    def _drained(self) -> None:
+        """All tokens were handed over: wait for the rest, and see that every logit was finite."""
         if self.replay is not None and self.replay.running:
             # The last token was handed over, so nothing runs; the state may stay where it is.
             if not self.replay.finite:
@@ -314,7 +319,6 @@ class Engine:
         else:
             mx.eval(self.cache.arrays())
             self._all_finite()
-        return (ids, stamps) if clock is not None else ids
 
     def _decode_drafted(self, speculator: Speculator, first: int, count: int, clock: Any) -> list[int] | tuple:
         ids: list[int] = []
@@ -324,8 +328,8 @@ class Engine:
             if clock is not None:
                 stamps.append(clock())
             self.ops.recorder.record("token_feedback", self.engine.decode.feedback)
-        mx.eval(self.cache.arrays(), speculator.arrays())
-        self._all_finite()
+        mx.eval(speculator.arrays())
+        self._drained()
         return (ids, stamps) if clock is not None else ids
 
     def _hand_over(self, pending: deque[mx.array | Pending], ids: list[int], stamps: list[int], clock: Any) -> None:
@@ -357,20 +361,22 @@ class Engine:
 
     def _observed(self, scores: bool) -> Any:
         """A step that the drafter, if there is one, is told of."""
-        if self.replay is not None:
+        if self.speculator is None:
             return self._advance(scores)
         fed = self.cache.state["token"]
-        out = self._advance(scores)
-        if self.speculator is not None:
-            self.speculator.observe([fed], self.cache.state.get("hidden"))
+        # A recorded step hands out no hidden row.
+        out = self._advance(scores, recorded=False)
+        self.speculator.observe([fed], self.cache.state.get("hidden"))
         return out
 
-    def _advance(self, scores: bool) -> Any:
+    def _advance(self, scores: bool, recorded: bool = True) -> Any:
+        """Submit one step; `recorded` allows the replayed one, where there is one."""
         self.cache.reserve(self.position + 1)
-        self.ops.recorder.record("decode_step", self.trace, chosen=self._trace_chosen)
-        if self.replay is not None:
+        trace = "step" if self.replay is not None and not recorded else self.trace
+        self.ops.recorder.record("decode_step", trace, chosen=self._trace_chosen)
+        if self.replay is not None and recorded:
             return self.replay.step(scores)
-        if self.trace == "step":
+        if trace == "step":
             out = self._traced_step(scores)
         else:
             out = self._eager_step(scores)

@@ -13,9 +13,11 @@ al., arXiv:2302.01318).
 - Greedy tokens equal plain decoding but for near-ties: a product over several rows may round in another order than
   over one. ``exact_verify`` runs the rows one at a time through the very step of plain decoding and closes even that.
 - The depth follows measured acceptance and the costs it is given (`Costs`); there is no clock here.
-- With ``decode.trace=step`` a verification is compiled once for each number of rows and bucket of positions, else it
-  runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain steps in between
-  keep to it.
+- With ``decode.trace=step`` or ``replay`` a verification is compiled once for each number of rows and bucket of
+  positions, else it runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain
+  steps in between keep to it.
+- With ``replay`` plain steps are replayed where some come together (`LEAST_REPLAYED`). They hand out no hidden rows:
+  the draft head goes on behind a gap.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 
 MOST_DEPTH = DECODE_ROWS - 1
 """Most tokens drafted at once: the token itself and its drafts are one pass of a decode step's kernels."""
+
+LEAST_REPLAYED = 8
+"""Fewest plain steps for which the state is handed to the recorded step and back."""
 
 
 # -- accepting drafts ----------------------------------------------------------------------------
@@ -252,6 +257,11 @@ class MtpDrafter:
             rows, ids = self._take()
             self._feed(self._normed(rows), ids)
             mx.async_eval(self.cache.arrays())
+
+    def skipped(self) -> None:
+        """Rows entered the cache without their hidden rows: what waits is fed, and pairs begin anew after them."""
+        self._flush()
+        self._tail = None
 
     def _take(self) -> tuple[mx.array, mx.array]:
         rows = mx.concatenate([r for r, _ in self._waiting], axis=1)
@@ -499,7 +509,7 @@ class Verifier:
     def _traced(self, rows: int) -> bool:
         """Compiled like the plain step, unless an op reads back to the host for so many rows."""
         late = (b for b in self.engine.ops.all() if rows > b.decode_rows and b.pick(rows)[0].reads_host)
-        return self.engine.trace == "step" and next(late, None) is None
+        return self.engine.trace in ("step", "replay") and next(late, None) is None
 
     def _pass(self, tokens: mx.array, view: Any, scores: bool) -> tuple[mx.array, mx.array, mx.array, list[Any]]:
         model, state = self.engine.model, self.engine.cache.state
@@ -546,7 +556,7 @@ class Verifier:
         start, chosen, hidden, marks = engine.cache.snapshot(), [], [], []
         for i in range(tokens.shape[0]):
             state["token"] = tokens[i : i + 1]
-            chosen.append(engine._advance(scores))
+            chosen.append(engine._advance(scores, recorded=False))
             marks.append(engine.cache.snapshot())
             if self.wants_hidden:
                 hidden.append(state["hidden"])
@@ -780,7 +790,8 @@ class Speculator:
                 self._misses = 0
                 return self._verified(token, draft, sampling, keys[1], stops)
             self._misses += 1
-        return self._plain(token, self._burst(depth, left), sampling, keys[1])
+        count = self._burst(depth, left)
+        return self._plain(token, count, self._recorded(count, left, sampling), sampling, keys[1])
 
     def _depth(self, left: int) -> int:
         engine = self.engine
@@ -805,10 +816,47 @@ class Speculator:
             self.engine.ops.recorder.record("draft", self.config.drafter, f"depth {draft.ids.shape[0]}")
         return draft
 
-    def _plain(self, token: int, count: int, sampling: Sampling, key: mx.array | None) -> Generator[int, None, None]:
-        """`count` steps without drafts, in flight as the configuration says."""
+    def _recorded(self, count: int, left: int, sampling: Sampling) -> int:
+        """How many of `count` plain steps are replayed: the head needs the hidden row before its next draft."""
+        replay = self.engine.replay
+        if replay is None or sampling.temperature:
+            return 0
+        made = count - (self.wants_hidden and count < left)
+        return made if made >= (1 if replay.running else LEAST_REPLAYED) else 0
+
+    def _replayed(self, token: int, count: int) -> Generator[int, None, None]:
+        """`count` steps of the recorded kind."""
+        engine, pending, fed = self.engine, deque(), [token]
+        keep = engine.engine.decode.in_flight if engine.engine.decode.feedback == "device" else 1
+        engine.feed(token)
+        try:
+            for index in range(count):
+                pending.append(engine._advance(False))
+                while len(pending) >= (keep if index + 1 < count else 1):
+                    current = pending.popleft()
+                    fed.append(current.item())
+                    self._count(current.finite)
+                    yield fed[-1]
+        finally:
+            if engine.replay is not None and engine.replay.running and not self.idle:
+                # Steps still in flight have fed tokens too.
+                self._history += [*fed, *(each.item() for each in pending)][:-1]
+                if isinstance(self.drafter, MtpDrafter):
+                    self.drafter.skipped()
+
+    def _plain(
+        self, token: int, count: int, recorded: int, sampling: Sampling, key: mx.array | None
+    ) -> Generator[int, None, None]:
+        """`count` steps without drafts, in flight as the configuration says; the first `recorded` are replayed."""
         engine = self.engine
-        engine.cache.state["token"] = mx.array([token], dtype=mx.uint32)
+        if recorded:
+            with closing(self._replayed(token, recorded)) as made:
+                for token in made:
+                    yield token
+            count -= recorded
+            if not count:
+                return
+        engine.feed(token)
         keep = engine.engine.decode.in_flight if engine.engine.decode.feedback == "device" else 1
         draws, pending = engine._draws(sampling, key), deque()
         for index in range(count):
@@ -820,12 +868,16 @@ class Speculator:
         while len(pending) >= keep:
             current, finite = pending.popleft()
             token = int(current.item())
-            if not finite.item():
-                self.engine._give_up("a logit")
-            self.counts.plain += 1
-            if self.controller is not None:
-                self.controller.rest(1)
+            self._count(finite)
             yield token
+
+    def _count(self, finite: Any) -> None:
+        """A token made without drafts has arrived; `finite` tells of its logits."""
+        if not finite.item():
+            self.engine._give_up("a logit")
+        self.counts.plain += 1
+        if self.controller is not None:
+            self.controller.rest(1)
 
     def _verified(
         self, token: int, draft: Draft, sampling: Sampling, key: mx.array | None, stops: frozenset[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import mlx.core as mx
@@ -13,13 +14,15 @@ import pytest
 import simulator
 from simulator import Simulator
 
-from engine.config import DecodeConfig, EngineConfig
+from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.depth import Costs
 from engine.folded import FoldedModel
 from engine.generate import Engine
 from engine.kernels import loader, step
 from engine.kernels.loader import KernelError, Launch
 from engine.ops import bind, relative_rms
 from engine.replay import Replay, ReplayedCache
+from engine.speculative import Draft
 from engine.synthetic import make_weights, tiny_config
 from engine.weights import Matrix
 
@@ -126,6 +129,45 @@ def test_replayed_tokens_and_state_are_those_of_separate_ops(weights):
     for engine in (plain, made):
         engine.prefill(IDS[:9])
     assert made.decode(7, 5) == plain.decode(7, 5) and memory.graphs == 4
+
+
+@pytest.mark.parametrize("drafter", [pytest.param("ngram", marks=pytest.mark.full), "mtp"])
+def test_drafts_between_replayed_steps(drafter):
+    """Forced wrong drafts make the depth step aside: rests are replayed, verifications are not, tokens are the same."""
+    weights = make_weights(TINY, 0, dtype=mx.float32, mtp=True)
+    plain, made, memory = engines(weights)
+    first = plain.prefill(IDS)
+    want = plain.decode(first, 22)
+    config = EngineConfig(decode=DecodeConfig(trace="eager"))
+    config.speculative = SpeculativeConfig(drafter, 2, adaptive=True)
+    drafting = Engine(TINY, weights, config, vocabulary=VOCABULARY, costs=Costs((1, *(1.2,) * 7)))
+    drafting.cache, drafting.trace = ReplayedCache(TINY, drafting.dtype, 256), "replay"
+    if drafter == "mtp":
+        drafting.cache.state["hidden"] = mx.zeros((1, 1, TINY.hidden_size), drafting.dtype)
+    drafting.replay = Replay(TINY, made.model, drafting.cache, drafting.ops.recorder, memory)
+    speculator = drafting.speculator
+    assert speculator is not None
+    # Nothing is compiled here: that is for other tests.
+    speculator.verifier._traced = lambda rows: False
+    drafting._traced_step = drafting._eager_step
+    speculator.judge = lambda drafts, choices: 0
+    if drafter == "ngram":
+        speculator.drafter.draft = lambda history, token, depth, *_: Draft(mx.array([token] * depth, dtype=mx.uint32))
+    assert drafting.prefill(IDS) == first
+    point = drafting.snapshot()
+    assert drafting.decode(first, 22) == want and drafting.position == 62
+    counts = drafting.speculation()
+    assert counts["steps"] >= 3 and 8 <= memory.runs == counts["plain"] - 1 - (drafter == "mtp"), counts
+    assert speculator.history() == [*IDS, first, *want[:-1]]
+    ran = {(row["op"], row["variant"]) for row in drafting.executed()}
+    assert ("decode_step", "replay") in ran and ("verify", "replay") in ran
+    # Closed among replayed steps, and begun again from a restore point.
+    drafting.restore(point)
+    with closing(speculator.stream(first, 40)) as stream:
+        got = [next(stream) for _ in range(3)]
+    assert got == want[:3] and speculator.history() == [*IDS, first, *want][: drafting.position]
+    drafting.restore(point)
+    assert drafting.decode(first, 9) == want[:9]
 
 
 def test_restore_points_growth_and_scores(weights):
