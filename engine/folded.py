@@ -130,6 +130,14 @@ class FoldedModel(Model):
             **tiles,
         )
 
+    def head(self, h: mx.array) -> mx.array:
+        """Logits; of few rows by the kernel that `choose` runs too."""
+        if h.shape[1] > DECODE_ROWS or not self.whole:
+            return super().head(h)
+        w = self.weights
+        self._ran("head", "metal")
+        return linear.logits_metal(h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary)
+
     def choose(self, h: mx.array) -> tuple[mx.array, mx.array]:
         """The greedy token of one row, without logits."""
         if h.shape[1] > DECODE_ROWS or not self.whole:

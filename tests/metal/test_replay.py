@@ -94,6 +94,18 @@ def _seen(address: int, like: mx.array, strides: Sequence[int]) -> mx.array:
     return mx.as_strided(mx.array(flat).view(like.dtype), like.shape, strides)
 
 
+@pytest.fixture(autouse=True)
+def unrecorded_launches(monkeypatch):
+    """Launches that nothing records, as of the logits after a prefill, run on the simulator too."""
+    real, simulated = loader.launch, Simulator()
+
+    def launch(call: Launch) -> list[mx.array]:
+        recording = loader._recorder.get() is not None or call.into is not None
+        return real(call) if recording else simulated.launch(call)
+
+    monkeypatch.setattr(loader, "launch", launch)
+
+
 @pytest.fixture(scope="module")
 def weights():
     return make_weights(TINY, 0, dtype=mx.float32)
@@ -137,6 +149,7 @@ def test_drafts_between_replayed_steps(drafter):
     weights = make_weights(TINY, 0, dtype=mx.float32, mtp=True)
     plain, made, memory = engines(weights)
     first = plain.prefill(IDS)
+    expected = plain.snapshot()
     want = plain.decode(first, 22)
     config = EngineConfig(decode=DecodeConfig(trace="eager"))
     config.speculative = SpeculativeConfig(drafter, 2, adaptive=True)
@@ -168,6 +181,14 @@ def test_drafts_between_replayed_steps(drafter):
     assert got == want[:3] and speculator.history() == [*IDS, first, *want][: drafting.position]
     drafting.restore(point)
     assert drafting.decode(first, 9) == want[:9]
+    plain.restore(expected)
+    # The guard sees both kinds of plain step, and verifications of every number of rows.
+    drafting.restore(point)
+    drafting.reset_executed()
+    assert relative_rms(drafting.logits(want[:12], "decode"), plain.logits(want[:12], "decode")) <= 2e-5
+    ran = {(row["op"], row["variant"], row["tile"]) for row in drafting.executed()}
+    assert {("decode_step", "replay"), ("decode_step", "step")} <= {line[:2] for line in ran}
+    assert {tile for op, _, tile in ran if op == "verify"} == {"rows 2", "rows 3"}
 
 
 def test_restore_points_growth_and_scores(weights):
