@@ -592,7 +592,12 @@ class Engine:
             at = 0
             while at < len(tokens):
                 self.feed(tokens[at])
-                rows.append(self.score().astype(mx.float32))
+                if self.speculator is not None and self.replay is not None and at % 2:
+                    # A drafter's plain steps are of both kinds.
+                    rows.append(self._advance(True).astype(mx.float32))
+                    self.speculator.missed([tokens[at]])
+                else:
+                    rows.append(self.score().astype(mx.float32))
                 at += 1
                 if self.speculator is not None:
                     rows += self.speculator.score(tokens[at:])

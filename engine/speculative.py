@@ -665,7 +665,7 @@ class Speculator:
         self.counts = Counts()
         self._history: list[int | mx.array] = []
         self._device_from = 0
-        self._misses = 0
+        self._misses = self._scored = 0
         self._forced = None if self.config.force == "none" else float(self.config.force)
         self._coins = np.random.default_rng(0)
 
@@ -713,6 +713,13 @@ class Speculator:
         self._history += tokens
         self.drafter.observe(tokens, hidden)
 
+    def missed(self, tokens: Sequence[int]) -> None:
+        """Rows that entered the cache by recorded steps, which hand out no hidden rows."""
+        if not self.idle:
+            self._history += tokens
+            if isinstance(self.drafter, MtpDrafter):
+                self.drafter.skipped()
+
     def history(self) -> list[int]:
         """Ids of the cached tokens, as far back as they are known."""
         for i in range(self._device_from, len(self._history)):
@@ -737,10 +744,14 @@ class Speculator:
         return self.drafter.arrays()
 
     def score(self, tokens: Sequence[int]) -> list[mx.array]:
-        """Logits float32 of the first ``depth + 1`` tokens in one verification, all kept; none if fewer are given."""
-        count = self.config.depth + 1
+        """Logits float32 of the first tokens in one verification, all kept; none if too few are given.
+
+        Every number of rows takes its turn, ``depth + 1`` first: a step near its end verifies fewer.
+        """
+        count = self.config.depth + 1 - self._scored % self.config.depth
         if self.idle or len(tokens) < count:
             return []
+        self._scored += 1
         fed = list(tokens[:count])
         verified = self.verifier.run(mx.array(fed, dtype=mx.uint32), True)
         self.observe(fed, verified.hidden)
@@ -838,11 +849,9 @@ class Speculator:
                     self._count(current.finite)
                     yield fed[-1]
         finally:
-            if engine.replay is not None and engine.replay.running and not self.idle:
+            if engine.replay is not None and engine.replay.running:
                 # Steps still in flight have fed tokens too.
-                self._history += [*fed, *(each.item() for each in pending)][:-1]
-                if isinstance(self.drafter, MtpDrafter):
-                    self.drafter.skipped()
+                self.missed([*fed, *(each.item() for each in pending)][:-1])
 
     def _plain(
         self, token: int, count: int, recorded: int, sampling: Sampling, key: mx.array | None
