@@ -12,8 +12,8 @@ from scipy import stats
 
 import engine as package
 from engine.checkpoint import load
-from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
-from engine.depth import Costs
+from engine.config import DecodeConfig, EngineConfig, ModelConfig, SpeculativeConfig
+from engine.depth import GUESSED, Costs, DepthController
 from engine.generate import Engine, NonFinite
 from engine.ops import VariantUnsupported
 from engine.sampling import Sampling, kept_scores
@@ -327,15 +327,65 @@ def test_a_bad_state_stops_a_drafted_decode(weights):
 # -- depth and forced acceptance -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("force", "drafts"), [("1", True), ("0", False)])
-def test_forced_acceptance_steers_the_adaptive_depth(weights, force, drafts):
-    engine = make(weights, drafter="ngram", depth=5, adaptive=True, force=force, costs=CHEAP)
-    assert len(engine.decode(engine.prefill(IDS), 60)) == 60
-    counts = engine.speculation()
-    if drafts:
-        assert counts["accepted"] == counts["drafted"] > 40 and "5" in counts["depths"]
+TABLES = {
+    "cheap": CHEAP,
+    "as guessed": GUESSED["cuda"],
+    "few rows only": Costs((1, 1.2, 1.5, 4, 6, 8, 10, 12)),
+    "dear": Costs((1, 2.1, 3.2, 4.3, 5.4, 6.5, 7.6, 8.7)),
+}
+
+
+def steered(engine: Engine, costs: Costs) -> None:
+    """Forced acceptance of 100 % must draft wherever the table says it pays, at the depth that pays most."""
+    first = engine.prefill(IDS)
+    tokens = engine.decode(first, 60)
+    counts, most = engine.speculation(), engine.engine.speculative.depth
+    gains = [(depth + 1) / engine.speculator.costs.step(depth) for depth in range(most + 1)]
+    best = max(range(most + 1), key=gains.__getitem__)
+    assert len(tokens) == 60
+    if gains[best] >= DepthController.MARGIN:
+        assert counts["accepted"] == counts["drafted"] > 0
+        assert max(counts["depths"], key=counts["depths"].get) == str(best), (counts, best)
     else:
-        assert counts["accepted"] == 0 and counts["steps"] <= 18 and counts["plain"] >= 42
+        assert counts["steps"] == 0 and counts["plain"] == 60
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_right_drafts_are_made_wherever_the_table_says_they_pay(weights, table):
+    costs = TABLES[table]
+    steered(make(weights, drafter="ngram", depth=5, adaptive=True, force="1", costs=costs), costs)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_wrong_drafts_stop_within_sixteen_tokens(weights, table):
+    engine = make(weights, drafter="ngram", depth=5, adaptive=True, force="0", costs=TABLES[table])
+    made = engine.speculator.stream(engine.prefill(IDS), 60)
+    first = [next(made) for _ in range(16)]
+    steps = engine.speculation()["steps"]
+    rest = list(made)
+    counts = engine.speculation()
+    assert len(first + rest) == 60 and counts["accepted"] == 0
+    # The rest of 60 tokens holds probes at most, one after each rest, which double.
+    assert counts["steps"] - steps <= 2 and counts["plain"] >= 42
+    made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_the_depth_follows_the_table_at_full_width(drafter):
+    """One period of layers of the real sizes, on the kernels of a GPU, under costs that are guessed for it."""
+    config = dataclasses.replace(ModelConfig(), num_hidden_layers=4)
+    weights = make_weights(config, 0, mtp=True)
+    for table in ("as guessed", "dear"):
+        for force in ("1", "0"):
+            told = EngineConfig(speculative=SpeculativeConfig(drafter, 5, adaptive=True, force=force))
+            engine = Engine(config, weights, told, costs=TABLES[table])
+            if force == "1":
+                steered(engine, TABLES[table])
+            else:
+                assert len(engine.decode(engine.prefill(IDS), 60)) == 60
+                counts = engine.speculation()
+                assert counts["accepted"] == 0 and counts["steps"] <= 18 and counts["plain"] >= 42
 
 
 def test_forced_acceptance_is_what_was_asked_for(weights):
