@@ -329,7 +329,8 @@ EXPERTS = declare(
             _case(3, 128, 192, 16, 2),
             _case(7, 256, 64, 32, 8),
             _case(37, 128, 64, 32, 8),
-            _case(65, 64, 64, 8, 1),
+            # Not of 64 hidden: MLX 0.32.4's packed product is wrong there on CUDA (more than 8 rows, bfloat16, H200).
+            _case(65, 128, 64, 8, 1),
             _case(40, 128, 64, 32, 8, one=1),
         ),
         inputs=_inputs,
