@@ -93,19 +93,22 @@ class DepthController:
     """How many tokens to draft, from acceptance so far and the costs.
 
     Acceptance is a running estimate for each position in the draft, given that the positions before it were right;
-    old trials fade. Where no depth gains `MARGIN` it steps aside for a growing number of tokens, then probes; a probe
-    that comes out right starts the estimate anew.
+    old trials fade. Where no depth gains `MARGIN` it steps aside for a growing number of tokens, then probes. A probe
+    that comes out right starts the estimate anew and is followed by more of them, up to `MOST_PROBES`, until a depth
+    gains or one comes out wrong.
     """
 
     PRIOR, WEIGHT, FADE = 0.75, 2.0, 0.82
     MARGIN = 1.02
     FIRST_REST, LONGEST_REST = 16, 256
+    MOST_PROBES = 8
 
     def __init__(self, costs: Costs, most: int):
         self.costs, self.most = costs, most
         self.resting = 0
         self._rest = self.FIRST_REST
         self._probing = False
+        self._right_probes = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -143,6 +146,8 @@ class DepthController:
                 self.resting = self._rest
                 return 0
             return 1
+        if self._right_probes:
+            self._probing, self._right_probes, self._rest = False, 0, self.FIRST_REST
         return depth
 
     def rest(self, tokens: int) -> None:
@@ -151,14 +156,15 @@ class DepthController:
 
     def saw(self, drafted: int, accepted: int) -> None:
         """Learn from one verification."""
+        if self._probing and accepted and not self._right_probes:
+            self._forget()
         for i in range(min(drafted, accepted + 1, self.most)):
             self._right[i] = self._right[i] * self.FADE + (1.0 if i < accepted else 0.0)
             self._tried[i] = self._tried[i] * self.FADE + 1.0
             self._weight[i] *= self.FADE
         if self._probing:
-            self._probing = False
-            if accepted:
-                self._rest = self.FIRST_REST
-                self._forget()
-            else:
+            self._right_probes += 1
+            if not accepted or self._right_probes > self.MOST_PROBES:
+                # Wrong, or right and yet not enough.
+                self._probing, self._right_probes = False, 0
                 self._rest = min(2 * self._rest, self.LONGEST_REST)

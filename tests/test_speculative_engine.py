@@ -330,6 +330,7 @@ def test_a_bad_state_stops_a_drafted_decode(weights):
 TABLES = {
     "cheap": CHEAP,
     "as guessed": GUESSED["cuda"],
+    "dear but paying": dataclasses.replace(GUESSED["cpu"], draft=0.0),
     "few rows only": Costs((1, 1.2, 1.5, 4, 6, 8, 10, 12)),
     "dear": Costs((1, 2.1, 3.2, 4.3, 5.4, 6.5, 7.6, 8.7)),
 }
