@@ -55,8 +55,9 @@ def zeros(call: Launch) -> list[mx.array]:
 
 
 def named(variant: str, attention: str) -> EngineConfig:
-    """An engine of one kind of variant throughout."""
-    config = EngineConfig(linear=variant, experts=ExpertsConfig(variant), prefill_attention=attention, head=variant)
+    """An engine of one kind of variant throughout; MLX's gathered packed product is no yardstick on CUDA."""
+    experts = ExpertsConfig("expanded" if variant == "mlx" and mx.cuda.is_available() else variant)
+    config = EngineConfig(linear=variant, experts=experts, prefill_attention=attention, head=variant)
     config.prefill.chunk, config.decode = CHUNK, EAGER
     config.route, config.decode_attention.variant = variant, variant
     config.gated_delta = "reference" if variant == "reference" else "recurrence"
@@ -187,11 +188,13 @@ def test_the_embedded_models_logits_agree_with_the_reference_on_a_gpu(length, ki
     topics = pydoc_data.topics.topics
     text = Tokenizer.from_path(CHECKPOINT).encode(" ".join(topics[name] for name in sorted(topics)[:20]))
     ids = text[:length] if kind == "text" else [text[0]] * length
-    made = []
+    made, decided = [], None
     arms = ((named("reference", "reference"), mx.float32), (named("mlx", "mlx"), None), (EngineConfig(), None))
     for config, dtype in arms:
         config.prefill.chunk = 512
         engine = Engine(loaded.config, loaded.weights, config, dtype=dtype, tuned=Tuned())
+        engine.model.ops = same = SameRoutes(engine.ops, decided)
+        decided = decided or same.seen
         engine.cache.reserve(length)
         h = None
         for start in range(0, length, 512):
@@ -222,5 +225,5 @@ def test_peak_memory_at_the_longest_context_falls_with_the_chunk_on_a_gpu():
         del engine
     assert peaks[512] < peaks[2048] < peaks[8192]
     assert peaks[2048] <= 2.5e9
-    # One more operation is submitted before MLX looks: the widest holds every pair's output.
-    assert all(peak <= 1.3 * prefill_room(config, chunk) for chunk, peak in peaks.items())
+    # MLX looks after every operation, but not at a graph that it has cut short to look.
+    assert all(peak <= 2 * prefill_room(config, chunk) for chunk, peak in peaks.items())
