@@ -297,11 +297,11 @@ _ALL = (
     ),
     _toggle(
         "step_trace",
-        "how much of a decode step is compiled at once",
+        "how much of a decode step is compiled at once, or recorded and replayed",
         "eager",
         "step",
-        {name: {"decode.trace": name} for name in ("eager", "layer", "step")},
-        {"layer": _DEVICE_ROUTING, "step": _DEVICE_ROUTING},
+        {name: {"decode.trace": name} for name in ("eager", "layer", "step", "replay")},
+        {name: _DEVICE_ROUTING for name in ("layer", "step", "replay")},
         "decode",
     ),
     _toggle(

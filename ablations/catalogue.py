@@ -387,7 +387,8 @@ CLAIMS: tuple[Claim, ...] = (
         _NO_GAIN,
         "ratio",
         None,
-        "decode",
+        # Its phase was not said; the toggle overlaps in prefill.
+        "prefill",
         (),
         _PRESS,
         _M5_MAX,
