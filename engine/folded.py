@@ -34,8 +34,8 @@ TILES: dict[str, tuple[Mapping[str, Any], ...]] = {
 """What the tuner tries of the kernels of a wholly fused step, one after another, beside the rule of each."""
 
 
-def unfit(config: ModelConfig, weights: Weights) -> str | None:
-    """Why the kernels of a folded step cannot run a model, or None."""
+def unfit(config: ModelConfig, weights: Weights, dtype: mx.Dtype) -> str | None:
+    """Why the kernels of a folded step cannot run a model with activations of `dtype`, or None."""
     c = config
     if c.head_dim != attention.HEAD_DIM or c.rotary_dims != rotary.ROTARY_DIMS:
         return f"attention heads of {c.head_dim} with {c.rotary_dims} rotary dimensions"
@@ -52,7 +52,10 @@ def unfit(config: ModelConfig, weights: Weights) -> str | None:
                 matrix, bits = getattr(part, f.name), (4,) if f.name in four else (4, 8)
                 if isinstance(matrix, Matrix) and (matrix.group_size != GROUP_SIZE or matrix.bits not in bits):
                     return f"{f.name} is not packed as they read it"
-    return None if weights.lm_head.packed else "lm_head is not packed"
+    scales = weights.lm_head.scales
+    if scales is None or scales.dtype != dtype:
+        return f"lm_head is not packed with scales of the activations' {dtype}"
+    return None
 
 
 class FoldedModel(Model):

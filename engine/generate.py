@@ -98,7 +98,7 @@ class Engine:
         self.dtype = dtype or activation_dtype()
         self.device = device_kind()
         self.tuned = load_tuned(config, weights, self.dtype) if tuned is None else tuned
-        folds = unfit(config, weights) is None
+        folds = unfit(config, weights, self.dtype) is None
         self.ops = bind(self.engine, self.device, self.tuned, refuses, folds)
         kind = FoldedModel if self.ops.fusion != "off" else Model
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)

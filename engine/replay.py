@@ -46,6 +46,10 @@ Placed = tuple[Launch, Sequence[int], Sequence[tuple[int, ...]]]
 class Backend(Protocol):
     """What replaying takes of a device; `engine.kernels.cuda.Device` has it."""
 
+    def enter(self) -> None:
+        """Called first in a thread that will make other calls."""
+        ...
+
     def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
         """Address and strides of evaluated arrays."""
         ...
@@ -110,6 +114,11 @@ class ReplayedCache(Cache):
     def settle(self) -> None:
         if self.away is not None:
             self.away()
+
+    def reset(self) -> None:
+        if self.forgotten is not None:
+            self.forgotten()
+        super().reset()
 
     def restore(self, snapshot: Snapshot) -> None:
         # What is away will not be looked at again: it need not come back.
@@ -252,6 +261,7 @@ class Replay:
     def _begin(self, room: int, scores: bool) -> None:
         """Take over the cache's state."""
         s, cache = self.cache.state, self.cache
+        self.backend.enter()
         mx.eval(cache.arrays())
         mx.synchronize()
         stored = [*s["keys"], *s["values"]]

@@ -227,9 +227,9 @@ class Device:
         self._call("cuInit", 0)
         number = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(number), 0)
-        context = ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
-        self._call("cuCtxSetCurrent", context)
+        self._context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        self.enter()
         parts = []
         for attribute in (75, 76):  # compute capability, major and minor
             value = ctypes.c_int()
@@ -245,6 +245,10 @@ class Device:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(status, ctypes.byref(text))
             raise CudaError(f"{name}: {(text.value or b'unknown error').decode()}")
+
+    def enter(self) -> None:
+        """Make the calls of this thread go to the GPU; once before any other, and again in another thread."""
+        self._call("cuCtxSetCurrent", self._context)
 
     def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
         """Address and strides (in elements) of each array, which must stay alive for them to mean anything."""

@@ -16,7 +16,7 @@ from simulator import Simulator
 
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.depth import Costs
-from engine.folded import FoldedModel
+from engine.folded import FoldedModel, unfit
 from engine.generate import Engine
 from engine.kernels import loader, step
 from engine.kernels.loader import KernelError, Launch
@@ -39,6 +39,11 @@ class Memory:
     def __init__(self) -> None:
         self.simulator = Simulator()
         self.runs = self.graphs = 0
+
+    entered = 0
+
+    def enter(self) -> None:
+        self.entered += 1
 
     def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
         mx.eval(list(arrays))
@@ -262,3 +267,12 @@ def test_rows_of_the_embedding(bits, dtype, monkeypatch):
     assert relative_rms(step.embed_metal(ids, packed), want[None]) <= {4: 1e-6, 2: 4e-3}[dtype.size]
     ((_, traffic),) = checked.traffic
     assert traffic["weight"].loaded == 3 * 576 * bits // 8 * (8 // (32 // bits) if bits == 4 else 4)
+
+
+def test_models_that_a_folded_step_runs_are_told_from_others(weights):
+    assert unfit(TINY, weights, mx.float32) is None
+    assert "float16" in str(unfit(TINY, weights, mx.float16))
+    narrow = dataclasses.replace(TINY, linear_key_head_dim=64)
+    assert "64" in str(unfit(narrow, weights, mx.float32))
+    dense = dataclasses.replace(weights, lm_head=Matrix(mx.zeros((8, 256))))
+    assert "lm_head" in str(unfit(TINY, dense, mx.float32))
