@@ -45,10 +45,8 @@ ADAPTER = """
         return Mine(StubOptions(**{options!r}))
 """
 
-# A window of 64 rows is one charge of 200 ms. A busy machine adds to a window what its processor makes it wait (some
-# milliseconds, often more, never less), which strikes once a window: in the same time, few long windows are surer than
-# many short ones.
-FAST = {"ns_per_row": 3_125_000, "ns_per_step": 2_000_000, "vocab": 256}
+# A window of 64 rows is one charge of 64 ms, the last half millisecond of which is spent awake.
+FAST = {"ns_per_row": 1_000_000, "ns_per_step": 2_000_000, "vocab": 256}
 
 
 def checkout(folder: Path, code: str = "a", **options: float) -> Path:
@@ -117,6 +115,21 @@ def named(answer: Answer) -> bool:
     return answer.code == 1 and "prefill at 64 is" in answer.reason and "changed ops: experts (a to b)" in answer.reason
 
 
+@pytest.fixture
+def ahead_of_others() -> Iterator[None]:
+    """Whoever else uses the machine makes neither this process wait nor those it starts, where the system allows that.
+
+    A stub asleep is woken late by as much as others keep the processors busy: milliseconds, which is the 5 % looked for.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except (AttributeError, PermissionError):  # macOS, or no right to it
+        yield
+        return
+    yield
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 @pytest.mark.full
 def test_planted_slowdown_is_confirmed_and_named_on_the_real_clock(tmp_path: Path) -> None:
     # Half as much again, so that a busy machine cannot hide it in this short run; 5 % has its own, longer test.
@@ -125,13 +138,13 @@ def test_planted_slowdown_is_confirmed_and_named_on_the_real_clock(tmp_path: Pat
     assert (tmp_path / "run" / "work" / "confirmation" / "runs.jsonl").is_file()
 
 
-SLOW_RUNS, SAME_RUNS, BLOCKS = 10, 20, 4
+SLOW_RUNS, SAME_RUNS, BLOCKS = 10, 20, 6
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_real_runs_of_the_stub(tmp_path: Path) -> None:
-    # About half an hour, nearly all of it asleep.
+def test_real_runs_of_the_stub(tmp_path: Path, ahead_of_others: None) -> None:
+    # A quarter of an hour, nearly all of it asleep.
     slow = [gated(tmp_path / f"slow{i}", 1.05, sessions=5, blocks=BLOCKS) for i in range(SLOW_RUNS)]
     same = [gated(tmp_path / f"same{i}", 1.0, sessions=5, blocks=BLOCKS) for i in range(SAME_RUNS)]
     codes = [answer.code for answer in same]

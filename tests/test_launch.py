@@ -145,7 +145,7 @@ def cluster(tmp_path: Path, environment: dict[str, str]) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         for name, words in (("one", head), ("two", [f"--address={address}"])):
             resources = json.dumps({"accelerator": 1, name: 1})
-            log = stack.enter_context((tmp_path / f"{name}.log").open("w"))
+            log = stack.enter_context((tmp_path / f"{name}.log").open("w", encoding="utf-8"))
             node = subprocess.Popen(
                 [str(Path(sys.executable).with_name("ray")), "start", *words, *own, f"--resources={resources}"],
                 env=environment,
