@@ -119,7 +119,7 @@ def named(answer: Answer) -> bool:
 def ahead_of_others() -> Iterator[None]:
     """Whoever else uses the machine makes neither this process wait nor those it starts, where the system allows that.
 
-    A stub asleep is woken late by as much as others keep the processors busy: milliseconds, which is the 5 % looked for.
+    A stub that sleeps is woken late while others keep the processors busy: milliseconds, as long as what is looked for.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
