@@ -137,10 +137,26 @@ def _run(ticket: dict[str, Any], folder: Path) -> None:
     model = models.find(request)
     if model.missing:
         raise UsageError(model.missing)
-    first = plan.make(request, model, forecast.this_machine())
+    machine = forecast.this_machine()
+    refuse_elsewhere(folder, machine.name)
+    first = plan.make(request, model, machine)
     first.require_work()
     subjects.reachable(first.job)
     run(request, model, first)
+
+
+def refuse_elsewhere(folder: Path, device: str) -> None:
+    """Refuse to go on with a run folder whose rows come from a device of another name: one job is of one machine.
+
+    Raises:
+        UsageError: they do.
+    """
+    there = {str(run.machine["device"]) for run in Store(folder).read().runs if run.machine.get("device")}
+    if there - {device}:
+        raise UsageError(
+            f"its rows so far come from {', '.join(sorted(there))}, this is {device}: keep the job to that machine "
+            f"by a resource of its own, or remove {folder}"
+        )
 
 
 def fitted(launcher: Sequence[str]) -> list[str]:

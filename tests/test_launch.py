@@ -114,6 +114,15 @@ def test_windows_that_are_left_are_told_by_point_and_arm(tmp_path: Path) -> None
     assert f"{point.phase} {point.frontier} ({arm.name}" in launch.unmeasured(tmp_path)
 
 
+def test_a_job_does_not_go_on_on_another_chip(tmp_path: Path) -> None:
+    launch.refuse_elsewhere(tmp_path, "Apple M4")
+    suite_rows.write(tmp_path)
+    there = str(Store(tmp_path).read().runs[0].machine["device"])
+    launch.refuse_elsewhere(tmp_path, there)
+    with pytest.raises(UsageError, match=f"come from {there}, this is Apple M4"):
+        launch.refuse_elsewhere(tmp_path, "Apple M4")
+
+
 # -- the real launchers ------------------------------------------------------------------------------
 
 full = pytest.mark.full
