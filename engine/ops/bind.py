@@ -160,7 +160,7 @@ def bind(
     """
     recorder = Recorder()
     told = tuned.fusion if tuned else None
-    fusion = _fusion(config, device, (told or FUSION.get(device)) if folds else None, refuses)
+    fusion = _fusion(config, device, told or (FUSION.get(device) if folds else None), refuses)
     measured = {} if tuned is None else _applicable(config, device, tuned, refuses)
     paged = config.cache.layout == "paged"
 
