@@ -53,6 +53,9 @@ def outcomes(study: Study) -> Table:
     ]
     known = _settings(study)
     rows = [_outcome(study, known, *window) for window in _windows(study)]
+    rows.sort(
+        key=lambda row: (row["model"], row["device"], row["drafter"], row["depth"], row["prompt"], row["frontier"])
+    )
     caption = "Drafting: accepted and needed are shares of the drafts; a ratio above 1 means that drafting is faster"
     return Table("drafting", caption, columns, rows, "No arm of these rows drafts.")
 
@@ -215,6 +218,7 @@ def prices(study: Study) -> Table:
         Column("rows_cost", "verification, in steps", text.ratio, True),
         Column("draft_cost", "a draft", text.ratio, True),
         Column("step_cost", "all of it", text.ratio, True),
+        Column("rollback", "taken back by"),
         Column("needed", "pays from acceptance", _or_never, True),
         Column("best", "gain if all are right", text.ratio, True),
         Column("rows_from", "rows"),
@@ -237,6 +241,7 @@ def prices(study: Study) -> Table:
                     "rows_cost": costs.rows[depth],
                     "draft_cost": costs.draft,
                     "step_cost": costs.step(depth),
+                    "rollback": "states" if costs.states else "replay",
                     "needed": break_even(costs, depth),
                     "best": (depth + 1) / costs.step(depth),
                     "rows_from": told.get("rows_from"),
