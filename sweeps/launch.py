@@ -130,6 +130,7 @@ def unmeasured(folder: Path) -> str:
 
 
 def _run(ticket: dict[str, Any], folder: Path) -> None:
+    from engine.device import device_info
     from sweeps.__main__ import run
 
     asked = compose.request(ticket["words"], Path(ticket["launch"]))
@@ -137,9 +138,9 @@ def _run(ticket: dict[str, Any], folder: Path) -> None:
     model = models.find(request)
     if model.missing:
         raise UsageError(model.missing)
-    machine = forecast.this_machine()
-    refuse_elsewhere(folder, machine.name)
-    first = plan.make(request, model, machine)
+    device = device_info()
+    refuse_elsewhere(folder, str(device.get("device_name") or ""))
+    first = plan.make(request, model, forecast.this_machine(device))
     first.require_work()
     subjects.reachable(first.job)
     run(request, model, first)
@@ -152,7 +153,7 @@ def refuse_elsewhere(folder: Path, device: str) -> None:
         UsageError: they do.
     """
     there = {str(run.machine["device"]) for run in Store(folder).read().runs if run.machine.get("device")}
-    if there - {device}:
+    if device and there - {device}:
         raise UsageError(
             f"its rows so far come from {', '.join(sorted(there))}, this is {device}: keep the job to that machine "
             f"by a resource of its own, or remove {folder}"
