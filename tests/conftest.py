@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 # Before any import that could ask a hub: a test never downloads.
@@ -10,6 +11,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("MPLBACKEND", "Agg")
 # MLX multiplies float32 in TF32 on CUDA unless told not to; a reference must not.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+# Tests that run side by side (pytest -n) are no timings that must not meet: each process has a lock of its own.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix=f"lilybench-{worker}-")
 
 # The engine loads the BLAS that MLX is to use, so it comes before MLX.
 import engine  # noqa: F401
@@ -24,7 +29,7 @@ from engine import tuned
 tuned.USER = Path(os.devnull)
 
 _GPU = mx.metal.is_available() or mx.cuda.is_available()
-_NEEDS_GPU = pytest.StashKey[int]()
+_NO_GPU = "needs a GPU: MLX sees no Metal or CUDA device here"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,26 +40,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A run that is to prove the GPU path must not turn green by skipping it."""
-    config.stash[_NEEDS_GPU] = 0
     if config.getoption("--require-gpu") and not _GPU:
         raise pytest.UsageError("--require-gpu: MLX sees no Metal or CUDA device here")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with its reason, what this machine or this run cannot do."""
-    no_gpu = pytest.mark.skip(reason="needs a GPU: MLX sees no Metal or CUDA device here")
+    no_gpu = pytest.mark.skip(reason=_NO_GPU)
     not_full = pytest.mark.skip(reason="needs --full")
     for item in items:
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(not_full)
         if item.get_closest_marker("gpu") and not _GPU:
             item.add_marker(no_gpu)
-            config.stash[_NEEDS_GPU] += 1
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say how much of the suite this machine could not show."""
-    count = config.stash[_NEEDS_GPU]
+    # By what was reported: tests may have run in other processes than this one.
+    count = sum(_NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
     if count:
         terminalreporter.write_line(f"{count} tests need a GPU and were skipped")
     elif _GPU:

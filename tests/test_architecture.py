@@ -281,7 +281,9 @@ def test_no_large_file_but_the_embedded_checkpoint() -> None:
 # -- documents that commands depend on -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "last"), [("sweep", ".venv/bin/python -m sweeps"), ("tests", "-m pytest -q")])
+@pytest.mark.parametrize(
+    ("name", "last"), [("sweep", ".venv/bin/python -m sweeps"), ("tests", "-m pytest -q -n 2 --dist loadfile")]
+)
 def test_readme_blocks_are_what_ci_runs(name: str, last: str) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(rf"^<!-- command: {name} -->\n```bash\n(.+?)\n```$", text, re.MULTILINE | re.DOTALL)
