@@ -22,13 +22,13 @@ from reports.gate import Answer, gate
 from reports.load import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = "subject=none frontiers=[256] phases=[decode] sessions=3 blocks=20 probe=false".split()
+SETTINGS = "subject=none frontiers=[256] phases=[decode] sessions=3 blocks=20 probe=false wait=true".split()
 
 
 def measured(folder: Path, share: str, seed: int) -> Path:
     """A run with that share planted; the folder it lies in."""
     words = [*SETTINGS, f"planted={share}", f"seed={seed}", f"run_dir={folder}"]
-    subprocess.run([sys.executable, "-m", "sweeps", *words], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "sweeps", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
