@@ -3,7 +3,7 @@
     python tests/make_gate_rates.py [--runs 5] [--shares 10% 20%] [--output FILE]
 
 One arm is the engine, the other the same engine that then waits for the share of its time (``planted=``): 3 sessions
-of 20 blocks of decoding at 256 positions, and fresh sessions where that looks slower, as the gate does. About half a
+of 12 blocks of decoding at 256 positions, and fresh sessions where that looks slower, as the gate does. About half a
 minute a stage on two cores, so ten minutes for five runs of each share; nothing else should run meanwhile.
 """
 
@@ -22,7 +22,7 @@ from reports.gate import Answer, gate
 from reports.load import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = "subject=none frontiers=[256] phases=[decode] sessions=3 blocks=20 probe=false wait=true".split()
+SETTINGS = "subject=none frontiers=[256] phases=[decode] sessions=3 blocks=12 probe=false wait=true".split()
 
 
 def measured(folder: Path, share: str, seed: int) -> Path:
