@@ -7,12 +7,13 @@ import threading
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import BLOCK, Own, small_model, until
 
-from engine.generate import Sampling
+from engine.generate import NonFinite, Sampling
 from engine.serve.generation import Ask, Generation
 from engine.serve.requests import ChatRequest, Refused, TextRequest, parse
 from engine.serve.reuse import MOST_SNAPSHOTS, Prefixes
@@ -154,6 +155,29 @@ def test_reuse_changes_no_bit(own):
             assert (got[0], got[2]) == (want[0], want[2]) and want[1] == 0
             reused += got[1] > 0
     assert reused > 5
+
+
+def test_a_branch_has_memory_of_its_own_where_steps_are_replayed(own, monkeypatch):
+    """Such a step writes rows where they lie, which would be those of the saved prompt."""
+    prefixes, prompt = Prefixes(own.engine, BLOCK, 1 << 30), list(range(2 * BLOCK + 9))
+    answer(own, prefixes, prompt)
+    monkeypatch.setattr(own.engine, "replay", object())
+    assert prefixes.begin(prompt[: BLOCK + 1], None) == (BLOCK, "reused")
+    (saved,) = prefixes._saved
+    for mine, held in zip(own.engine.cache.state["keys"], saved.keys):
+        assert np.array(mine, copy=False).ctypes.data != np.array(held, copy=False).ctypes.data
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_logit_that_is_not_finite_ends_the_answer(own, temperature):
+    def spoil(done: int, total: int) -> None:
+        state = own.engine.cache.state["recurrent"]
+        state[0] = state[0] * float("nan")
+
+    ask = Ask([5, 6, 7], 4, Sampling(temperature=temperature))
+    with pytest.raises(NonFinite, match="token 1 is not finite"):
+        list(Generation(own.engine, Prefixes(own.engine, BLOCK, 0), frozenset(), ask).tokens(progress=spoil))
+    assert own.engine.position == own.engine.cache.capacity == 0
 
 
 def test_what_is_reused_and_why_not(own):

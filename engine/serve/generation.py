@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -153,25 +153,29 @@ class Generation:
         if engine.position + rows > engine.cache.capacity:
             engine.cache.reserve(_roomy(engine.position + rows))
 
-    def _draws(self) -> Iterator[tuple[mx.array | Pending, tuple[mx.array, ...] | None]]:
-        """Steps in flight: the next id ``[1]``, and its scores if they are asked for."""
+    def _draws(self) -> Iterator[tuple[mx.array | Pending, Any, tuple[mx.array, ...] | None]]:
+        """Steps in flight: the next id ``[1]``, whether its logits were finite, and its scores where asked for."""
         ask, engine, key = self.ask, self.engine, mx.random.key(self.ask.seed)
         while True:
             self._make_room(1)
             if ask.top is None and ask.sampling.temperature == 0:
-                yield engine.step(), None
+                token = engine.step()
+                yield token, token.finite if isinstance(token, Pending) else engine.cache.state["finite"], None
                 continue
             logits, now = engine.score(), None
+            finite = engine.cache.state["finite"] if engine.replay is None else mx.isfinite(logits).all()
             if ask.sampling.temperature:
                 key, now = mx.random.split(key)
             token = sample(logits, ask.sampling, now)
             engine.feed(token)
             scores = None if ask.top is None else _scores(logits, token, ask.top)
             mx.async_eval(token, *(scores or ()))
-            yield token, scores
+            yield token, finite, scores
 
-    def _read(self, token: mx.array | Pending, scores: tuple[mx.array, ...] | None) -> Scored:
+    def _read(self, token: mx.array | Pending, finite: Any, scores: tuple[mx.array, ...] | None) -> Scored:
         chosen = int(token.item())  # pyright: ignore[reportArgumentType]
+        if not finite.item():
+            self.engine._give_up(f"a logit of token {self.completed + 1}")
         if scores is None:
             return Scored(chosen)
         logprob = float(scores[0].item())  # pyright: ignore[reportArgumentType]

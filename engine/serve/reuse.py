@@ -9,6 +9,7 @@ prefilled one.
 
 Saved conversations hold references to arrays, which MLX copies when one of several holders writes: a sequence that
 branches off a saved one copies keys and values at its first write, one that goes on from its end writes in place.
+A recorded step (`engine.replay`) writes unseen by MLX: where there is one, a branch begins with the copy.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ class Conversation:
 def _handles(arrays: list[mx.array]) -> list[mx.array]:
     """New Python objects for the same memory: assigning to rows changes the object assigned to, and no other."""
     return [mx.array(a) for a in arrays]
+
+
+def _copies(arrays: list[mx.array]) -> list[mx.array]:
+    """The same in memory of their own."""
+    made = [a * 1 for a in arrays]
+    mx.eval(made)
+    return made
 
 
 def _nbytes(snapshot: Snapshot) -> int:
@@ -97,7 +105,8 @@ class Prefixes:
         if common < len(found.tokens):
             # Another continuation: the saved one stays, as the most recently used.
             self._saved.append(found)
-            keys, values = _handles(keys), _handles(values)
+            branch = _handles if self.engine.replay is None else _copies
+            keys, values = branch(keys), branch(values)
         cache.state["keys"][:], cache.state["values"][:] = keys, values
         cache.seek(len(found.tokens))
         self.engine.restore(at)
