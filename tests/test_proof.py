@@ -88,6 +88,13 @@ def test_the_rest_still_run(monkeypatch):
         assert proof.refusal(op.op.name, op.decode.name) is None
 
 
+def test_an_untuned_folded_step_takes_other_attention_where_ours_fails():
+    only = {("decode_attention", "metal"): "its self-test failed here, no keys"}
+    assert bind(EngineConfig(), "cuda", folds=True).decode_attention.always("metal")
+    bound = bind(EngineConfig(), "cuda", refuses=lambda *part: only.get(part), folds=True)
+    assert bound.fusion == "full" and bound.decode_attention.decode.name == "matmul"
+
+
 def test_fusion_names_the_kernel_that_fails_it(monkeypatch):
     monkeypatch.setattr(loader, "launch", reject)
     with pytest.raises(VariantUnsupported, match="decode.fusion=full cannot run here: linear=metal: its self-test"):

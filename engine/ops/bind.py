@@ -187,7 +187,8 @@ def bind(
     attention = config.decode_attention
     if fusion == "full" and told is None and attention.variant == "best" and not paged:
         # A step that is one recording holds launches of our own kernels only.
-        attention = replace(attention, variant="metal")
+        if refuses is None or refuses("decode_attention", "metal") is None:
+            attention = replace(attention, variant="metal")
     bound = BoundOps(
         linear=one("linear", config.linear),
         # Norms follow the products: a reference engine is a reference throughout.
