@@ -52,9 +52,9 @@ def unfit(config: ModelConfig, weights: Weights, dtype: mx.Dtype) -> str | None:
                 matrix, bits = getattr(part, f.name), (4,) if f.name in four else (4, 8)
                 if isinstance(matrix, Matrix) and (matrix.group_size != GROUP_SIZE or matrix.bits not in bits):
                     return f"{f.name} is not packed as they read it"
-    scales = weights.lm_head.scales
-    if scales is None or scales.dtype != dtype:
-        return f"lm_head is not packed with scales of the activations' {dtype}"
+    for name, matrix in (("embed", weights.embed), ("lm_head", weights.lm_head)):
+        if matrix.bits not in (4, 8) or matrix.scales is None or matrix.scales.dtype != dtype:
+            return f"{name} is not packed with scales of the activations' {dtype}"
     return None
 
 

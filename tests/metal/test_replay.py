@@ -276,3 +276,4 @@ def test_models_that_a_folded_step_runs_are_told_from_others(weights):
     assert "64" in str(unfit(narrow, weights, mx.float32))
     dense = dataclasses.replace(weights, lm_head=Matrix(mx.zeros((8, 256))))
     assert "lm_head" in str(unfit(TINY, dense, mx.float32))
+    assert "embed" in str(unfit(TINY, dataclasses.replace(weights, embed=dense.lm_head), mx.float32))
