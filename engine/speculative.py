@@ -839,6 +839,7 @@ class Speculator:
         """`count` steps of the recorded kind."""
         engine, pending, fed = self.engine, deque(), [token]
         keep = engine.engine.decode.in_flight if engine.engine.decode.feedback == "device" else 1
+        before = engine.position
         engine.feed(token)
         try:
             for index in range(count):
@@ -849,8 +850,8 @@ class Speculator:
                     self._count(current.finite)
                     yield fed[-1]
         finally:
-            if engine.replay is not None and engine.replay.running:
-                # Steps still in flight have fed tokens too.
+            # Not after a fault, which leaves an empty cache; steps still in flight have fed tokens too.
+            if engine.position > before:
                 self.missed([*fed, *(each.item() for each in pending)][:-1])
 
     def _plain(
