@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from sweeps.points import APART, Arm, Job, Point
 from sweeps.rows import SampleRow, Status
 from sweeps.schedule import Cell, block_cells
-from sweeps.store import RETRY, Store, is_final
+from sweeps.store import LAUNCHES, RETRY, Store, is_final
 
 ERRORS_BEFORE_STOP = 2
 """Windows of one arm that may fail at a point before the rest of that point is left."""
-
-LAUNCHES = "launches"
-"""Flag of a row that holds no time but what one decode step of its arm launches."""
 
 CRASH = "crash"
 """Flag of a window during which the process or its device died; the session leaves that arm from its frontier on."""

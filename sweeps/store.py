@@ -26,6 +26,9 @@ FILES: dict[type, str] = {RunRow: "runs.jsonl", SampleRow: "samples.jsonl", Cont
 RETRY = "retry"
 """Flag of a row that a rerun of the same command should try again (budget ran out, machine stopped)."""
 
+LAUNCHES = "launches"
+"""Flag of a row that holds no time but what one decode step of its arm launches."""
+
 CellKey = tuple[str, str, int, int, int]
 
 
@@ -200,7 +203,8 @@ def _resolve(rows: list[SampleRow]) -> list[SampleRow]:
         for n, row in enumerate(rows)
         if row.block >= 0 or is_final(row) or last_ok.get((row.point, row.arm, row.session), -1) < n
     ]
-    return _latest(kept, lambda row: (*_cell(row), row.series is not None))
+    # What a step launches is told apart from whether it was timed: neither row takes the other's place.
+    return _latest(kept, lambda row: (*_cell(row), row.series is not None, LAUNCHES in (row.flags or ())))
 
 
 def _latest(rows: Iterable[Any], key: Any) -> list[Any]:

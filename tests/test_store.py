@@ -12,7 +12,7 @@ import pytest
 
 from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.rows import ContrastRow, RowError, SampleRow
-from sweeps.store import RETRY, Store, read_job, write_job
+from sweeps.store import LAUNCHES, RETRY, Store, read_job, write_job
 
 
 def sample(block: int = 0, slot: int = 0, status: str = "ok", **more) -> SampleRow:
@@ -106,6 +106,13 @@ def test_a_note_to_try_again_goes_once_it_was_tried_and_stays_where_it_was_not(t
     assert [row.status for row in store.read().samples] == ["ok", "skipped"]
     store.append(sample(1, 0))
     assert [row.status for row in store.read().samples] == ["ok", "ok"]
+
+
+def test_a_count_of_launches_does_not_hide_that_nothing_was_timed(tmp_path):
+    store = Store(tmp_path)
+    store.append(sample(-1, -1, "skipped", reason="budget", flags=[RETRY]))
+    store.append(sample(-1, -1, elapsed_ns=None, flags=[LAUNCHES]))
+    assert [row.status for row in store.read().samples] == ["skipped", "ok"]
 
 
 def test_contrasts_count_once_by_their_last_row(tmp_path):
