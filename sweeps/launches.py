@@ -331,6 +331,9 @@ def _elsewhere(device: str, tally: Counter[str]) -> Iterator[None]:
 class _Nowhere:
     """A device for a recording that ends before anything of it is placed (`engine.replay.Backend`)."""
 
+    def enter(self) -> None:
+        """There is no device to enter."""
+
     def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
         """Nobody will read there."""
         return [(0, ()) for _ in arrays]

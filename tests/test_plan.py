@@ -310,7 +310,8 @@ def test_the_dry_run_for_programs_is_json():
 def test_the_dry_run_says_what_both_arms_are_given():
     expanded = made("ablation=gpu_routing", "sweep=ten").expanded["gpu_routing=device"]
     assert expanded["toggle.gpu_routing=device"] == {"route": "mlx"}
-    assert expanded["running it in every arm"] == {"prefill.submission": "layer", "decode.trace": "eager", "decode.fusion": "off"}
+    same = {"prefill.submission": "layer", "decode.trace": "eager", "decode.fusion": "off"}
+    assert expanded["running it in every arm"] == same
 
 
 def test_a_slow_arm_gives_up_long_prefills_before_a_frontier_is_lost():
