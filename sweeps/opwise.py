@@ -28,7 +28,7 @@ from sweeps.store import read_job
 SIDES = ("base", "head", "head.again")
 WINDOW_NS = 20_000_000
 """Length of a window, in ns: the way to another process and back, some 0.1 ms, is a small part of it."""
-SECONDS = 3.0
+SECONDS = 8.0
 """Time for the rounds of one op."""
 
 
