@@ -95,6 +95,14 @@ def test_an_untuned_folded_step_takes_other_attention_where_ours_fails():
     assert bound.fusion == "full" and bound.decode_attention.decode.name == "matmul"
 
 
+@pytest.mark.parametrize("trace", ["replay", "step"])
+def test_a_tuned_recording_keeps_the_attention_that_it_was_timed_with(trace):
+    """Attention alone may be faster otherwise; a step with it could not be recorded."""
+    choices = {"decode_attention": (Choice("decode", 1, 256, "matmul", {}),)}
+    bound = bind(EngineConfig(), "cuda", Tuned(choices, fusion="full", trace=trace), folds=True)
+    assert bound.fusion == "full" and bound.decode_attention.always("metal") == (trace == "replay")
+
+
 def test_fusion_names_the_kernel_that_fails_it(monkeypatch):
     monkeypatch.setattr(loader, "launch", reject)
     with pytest.raises(VariantUnsupported, match="decode.fusion=full cannot run here: linear=metal: its self-test"):

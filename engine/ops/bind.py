@@ -185,8 +185,9 @@ def bind(
         )
 
     attention = config.decode_attention
-    if fusion == "full" and told is None and attention.variant == "best" and not paged:
-        # A step that is one recording holds launches of our own kernels only.
+    recording = told is None or (tuned is not None and tuned.trace == "replay")
+    if fusion == "full" and recording and attention.variant == "best" and not paged:
+        # A step that is one recording holds launches of our own kernels only, and was timed so.
         if refuses is None or refuses("decode_attention", "metal") is None:
             attention = replace(attention, variant="metal")
     bound = BoundOps(
