@@ -1,6 +1,6 @@
 """Decode steps recorded once and replayed: on CUDA the launches of a folded step become one graph.
 
-What a step costs the host is then one call instead of some three hundred nodes that MLX makes, schedules and hands over
+What a step costs the host is then one call instead of some hundreds of nodes that MLX makes, schedules and hands over
 one by one. Kernels are the folded model's own; what differs is who launches them and where they write:
 
 - A step is run once in Python while `loader.recorded` takes its launches down instead of passing them to MLX. Outputs
@@ -136,7 +136,7 @@ class Pending:
 
     def __init__(self, replay: Replay, event: Any, slot: int):
         self._replay, self._event, self._slot = replay, event, slot
-        replay.unread = {slot: self} | replay.unread
+        replay.unread[slot] = self
         self._token: int | None = None
 
     def item(self) -> int:
@@ -306,6 +306,8 @@ class Replay:
     def forget(self) -> None:
         """Wait for all steps; the state they left is not wanted. The cache is as it was, but for its length."""
         if self._end() is not None:
+            # A fault that nobody has asked about is not forgotten with the rest.
+            self.cache.state["finite"] = mx.array([self.finite])
             self.cache.seek(self.cache.position)
 
     def settle(self) -> None:
