@@ -106,7 +106,7 @@ class Engine:
         self.cache: Cache = self._layout()(config, self.dtype, self.engine.cache.step)
         self.replay: Replay | None = None
         if isinstance(self.cache, ReplayedCache) and isinstance(self.model, FoldedModel):
-            self.replay = Replay(config, self.model, self.cache, self.ops.recorder, cuda.Device())
+            self.replay = Replay(config, self.model, self.cache, self.ops.recorder, cuda.device())
         self._steps: dict[tuple[int, int, bool], tuple[Callable[[], mx.array], dict]] = {}
         self._layers: dict[tuple[int, int, int], tuple[Callable[..., Any], dict]] = {}
         self.speculator: Speculator | None = None

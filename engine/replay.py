@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -204,10 +205,13 @@ class Replay:
         self.position = mx.zeros((4,), mx.int32)
         self.token = mx.zeros((4,), mx.uint32)
         mx.eval(self.states, self.position, self.token)
+        backend.enter()
         # One word more than the ring: the flag that all logits were finite.
         self._ring_at, self.ring = backend.host_words(step.RING + 1)
         self._at = self._addresses([self.position, self.token, *self.states])
         self._programs: dict[tuple, _Program] = {}
+        # Steps in flight write into arrays that go with this object, and graphs are no memory of MLX's.
+        weakref.finalize(self, _release, backend, self._programs).atexit = False
         # What was taken over last, and where it lies: a restore point is often taken again.
         self._taken: list[mx.array] = []
         self._taken_at: list[int] = []
@@ -376,6 +380,15 @@ class Replay:
         placed = [[(flat[4 * i + j], row) for j, row in enumerate(four)] for i, four in enumerate(rows)]
         # Not the views of the cache: MLX writes in place only where nothing else holds an array.
         return _Program(graphs, placed, logits, dict(tally), [taken.outputs, full, conv])
+
+
+def _release(backend: Backend, programs: dict[tuple, _Program]) -> None:
+    """Wait for all steps and free the graphs."""
+    backend.enter()
+    backend.synchronize()
+    for program in programs.values():
+        for graph in program.graphs:
+            backend.drop(graph)
 
 
 def _room(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:

@@ -386,6 +386,12 @@ class Device:
         return place.value, (ctypes.c_uint32 * count).from_address(place.value)  # pyright: ignore[reportReturnType]
 
 
+@cache
+def device() -> Device:
+    """The one of this process: engines share its stream and the kernels that it has loaded."""
+    return Device()
+
+
 def _parameters(call: Launch, addresses: Sequence[int], strides: Sequence[tuple[int, ...]]) -> list:
     """Arguments of a launch in the order of `source`; kept alive by the caller until the node is made.
 

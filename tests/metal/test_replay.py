@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -214,6 +215,9 @@ def test_restore_points_growth_and_scores(weights):
     assert made.decode(11, 3) == plain.decode(11, 3)
     assert memory.graphs == 12
     assert list(made.generate(IDS[:12], 4)) == list(plain.generate(IDS[:12], 4))
+    del made, engine
+    gc.collect()
+    assert memory.graphs == 0, "an engine that is gone leaves no graph behind"
 
 
 def test_the_host_may_fall_behind(weights, monkeypatch):
