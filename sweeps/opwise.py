@@ -26,7 +26,7 @@ from sweeps.points import Job
 from sweeps.store import read_job
 
 SIDES = ("base", "head", "head.again")
-WINDOW_NS = 20_000_000
+WINDOW_NS = 100_000_000
 """Length of a window, in ns: the way to another process and back, some 0.1 ms, is a small part of it."""
 SECONDS = 8.0
 """Time for the rounds of one op."""

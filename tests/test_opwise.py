@@ -108,4 +108,6 @@ def test_an_op_planted_in_a_checkout_is_named(tmp_path: Path) -> None:
     made = plan.make(request, models.find(request), this_machine()).job
     for phase in ("prefill", "decode"):
         rows = opwise.of_run(made, phase, 256)
-        assert [row["op"] for row in rows if row.get("slower")] == ["experts"], rows
+        slower = sorted((row for row in rows if row.get("slower")), key=lambda row: -row["ratio"])
+        # A busy machine may put another beside it, never before it.
+        assert [row["op"] for row in slower[:1]] == ["experts"], rows
