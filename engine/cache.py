@@ -381,13 +381,17 @@ class Apart(Cache):
         planes = len(self.config.attention_layers) * 2 * self.config.num_key_value_heads
         self.state["recent"] = mx.zeros((1, planes, self.ROOM, self.config.head_dim), self.dtype)
         self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
-        self._hold(0)
         super().wipe()
 
     def _hold(self, position: int) -> None:
         """Rows from `position` on will stand apart; there are none yet."""
         self.first = self.written = position
         self.state["first"] = mx.array([position] * 4, dtype=mx.int32)
+
+    def reset(self) -> None:
+        # Rows of a sequence that is gone: the next one may come to as many positions without having written any here.
+        self._hold(0)
+        super().reset()
 
     def reserve(self, positions: int) -> None:
         """As `Cache.reserve`; also settles where the next rows would find no room apart."""

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.cache import Cache, CacheError, PagedCache, bucket_for
+from engine.cache import Cache, CacheError, PagedCache, RecentCache, RecentPages, bucket_for
 from engine.config import CacheConfig, DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.generate import Engine
 from engine.synthetic import make_weights, tiny_config
@@ -203,6 +203,20 @@ def test_pages_are_restored_exported_and_loaded_like_a_contiguous_cache(engine):
     assert np.array_equal(np.array(pages.logits(C)), np.array(engine.logits(C)))
     pages.reset()
     assert pages.prefill(C[:9]) == paged().prefill(C[:9])
+
+
+@pytest.mark.parametrize("layout", [RecentCache, RecentPages])
+def test_rows_that_stood_apart_are_forgotten_with_their_sequence(layout):
+    """One that began without a prefill has all its rows apart, from position 0 on, where the next one's come to lie."""
+    config = tiny_config(4)
+    told, cache = Cache(config, mx.float32), layout(config, mx.float32)
+    told.reserve(3)
+    told.state["keys"] = [mx.ones_like(keys) for keys in told.state["keys"]]
+    told.seek(3)
+    cache.reserve(5)
+    cache.moved(5)
+    cache.load(told.export())
+    assert cache.export()["keys"].min().item() == 1
 
 
 def test_drafts_are_verified_over_pages():
