@@ -533,6 +533,8 @@ def unsupported(config: ModelConfig, model: Any, cache_layout: str) -> str | Non
         return "only launches of our own kernels are recorded; take decode.fusion=full"
     if not model.ops.decode_attention.always("metal"):
         return "only launches of our own kernels are recorded; take decode_attention=metal"
+    if model.weights.embed.scales is None:
+        return "a recorded step reads a packed embedding"
     if cache_layout != "contiguous":
         return "a recorded step reads a contiguous cache"
     if config.linear_conv_kernel_dim != PHASES:

@@ -22,7 +22,7 @@ from engine.generate import Engine
 from engine.kernels import loader, step
 from engine.kernels.loader import KernelError, Launch
 from engine.ops import bind, relative_rms
-from engine.replay import Replay, ReplayedCache
+from engine.replay import Replay, ReplayedCache, unsupported
 from engine.speculative import Draft
 from engine.synthetic import make_weights, tiny_config
 from engine.weights import Matrix
@@ -280,4 +280,8 @@ def test_models_that_a_folded_step_runs_are_told_from_others(weights):
     assert "64" in str(unfit(narrow, weights, mx.float32))
     dense = dataclasses.replace(weights, lm_head=Matrix(mx.zeros((8, 256))))
     assert "lm_head" in str(unfit(TINY, dense, mx.float32))
-    assert "embed" in str(unfit(TINY, dataclasses.replace(weights, embed=dense.lm_head), mx.float32))
+    model = engines(weights)[1].model
+    assert unsupported(TINY, model, "contiguous") is None
+    model.weights = dataclasses.replace(weights, embed=dense.lm_head)
+    assert "embed" in str(unfit(TINY, model.weights, mx.float32))
+    assert "packed embedding" in str(unsupported(TINY, model, "contiguous"))
