@@ -313,7 +313,7 @@ def _elsewhere(device: str, tally: Counter[str]) -> Iterator[None]:
     with ExitStack() as patches:
         for place, name, stand_in in (
             (generate, "device_kind", lambda: device),
-            (generate.cuda, "Device", _Nowhere),
+            (generate.cuda, "device", _Nowhere),
             (loader, "launch", kernel),
             (loader, "recorded", recorded),
             (mx.fast, "rms_norm", like_first("RMSNorm")),
@@ -333,6 +333,9 @@ class _Nowhere:
 
     def enter(self) -> None:
         """There is no device to enter."""
+
+    def synchronize(self) -> None:
+        """Nothing runs there."""
 
     def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
         """Nobody will read there."""
