@@ -320,8 +320,8 @@ FOLDED = {
 
 
 FUSION = {"cuda": "full"}
-"""Degree of fusion that ``best`` is where nothing was tuned, by device: on an H200 a folded, replayed step decoded 586 to
-421 tokens a second at 256 to 128K, separate ops 69 to 78 (reports/published/nvidia-h200)."""
+"""Degree of fusion that ``best`` is where nothing was tuned, by device: on an H200 a folded, replayed step decoded 586
+to 421 tokens a second at 256 to 128K, separate ops 69 to 78 (reports/published/nvidia-h200)."""
 
 
 def _fusion(config: EngineConfig, device: str, tuned: str | None, refuses: Refuses | None) -> str:
