@@ -317,8 +317,8 @@ def test_an_arm_held_against_nothing_else_is_held_against_the_reference_ops(chec
     assert right["passed"] and right["figures"]["reference"] == "reference ops"
     oracle = Model.experts
 
-    def without_the_shared_scale(self, w, x):
-        return oracle(self, w, x) * (1.0 if self.ops.linear.decode.name == "reference" else 1.5)
+    def without_the_shared_scale(self, w, x, *residual):
+        return oracle(self, w, x, *residual) * (1.0 if self.ops.linear.decode.name == "reference" else 1.5)
 
     monkeypatch.setattr(Model, "experts", without_the_shared_scale)
     assert not guard_for(exact(checkpoint), made)(point)["full"]["passed"]
