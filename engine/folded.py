@@ -22,6 +22,7 @@ from engine.cache import ExactView, Inputs, Recurred
 from engine.config import GROUP_SIZE, ModelConfig
 from engine.kernels import attention, experts, gated_delta, linear, rotary, step
 from engine.model import Model
+from engine.ops import BoundOps
 from engine.ops.registry import DECODE_ROWS
 from engine.weights import Attention, Experts, GatedDelta, Layer, Matrix, Weights
 
@@ -45,16 +46,22 @@ def unfit(config: ModelConfig, weights: Weights, dtype: mx.Dtype) -> str | None:
         return f"{c.num_experts_per_tok} of {c.num_experts} experts"
     if c.shared_expert_intermediate_size != c.moe_intermediate_size:
         return "a shared expert of another width than the routed ones"
-    four = {"gate_proj", "up_proj", "down_proj", "shared_down_proj"}
-    for layer in weights.layers:
-        for part in (layer.attention, layer.gated_delta, layer.experts):
-            for f in fields(part) if part is not None else ():
-                matrix, bits = getattr(part, f.name), (4,) if f.name in four else (4, 8)
-                if isinstance(matrix, Matrix) and (matrix.group_size != GROUP_SIZE or matrix.bits not in bits):
-                    return f"{f.name} is not packed as they read it"
+    if (other := next(filter(None, map(_packed_otherwise, weights.layers)), None)) is not None:
+        return f"{other} is not packed as they read it"
     for name, matrix in (("embed", weights.embed), ("lm_head", weights.lm_head)):
         if matrix.bits not in (4, 8) or matrix.scales is None or matrix.scales.dtype != dtype:
             return f"{name} is not packed with scales of the activations' {dtype}"
+    return None
+
+
+def _packed_otherwise(layer: Layer) -> str | None:
+    """A matrix of a layer that the kernels do not read, or None."""
+    four = {"gate_proj", "up_proj", "down_proj", "shared_down_proj"}
+    for part in (layer.attention, layer.gated_delta, layer.experts):
+        for f in fields(part) if part is not None else ():
+            matrix, bits = getattr(part, f.name), (4,) if f.name in four else (4, 8)
+            if isinstance(matrix, Matrix) and (matrix.group_size != GROUP_SIZE or matrix.bits not in bits):
+                return f.name
     return None
 
 
@@ -63,6 +70,10 @@ class FoldedModel(Model):
 
     With ``fusion="partial"`` only what stands beside a mixer's products is folded: norms, gates, residuals.
     """
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: BoundOps, vocabulary: int):
+        super().__init__(config, weights, ops, vocabulary)
+        self._read: dict[int, bool] = {}
 
     @property
     def whole(self) -> bool:
@@ -78,7 +89,8 @@ class FoldedModel(Model):
 
     def decoder(self, layer: Layer, index: int, h: mx.array, view: ExactView) -> mx.array:
         """A decoder layer; few rows take the folded form."""
-        if h.shape[1] > DECODE_ROWS:
+        # A draft head may be dense beside a packed trunk.
+        if h.shape[1] > DECODE_ROWS or not self._read.setdefault(id(layer), _packed_otherwise(layer) is None):
             return super().decoder(layer, index, h, view)
         if layer.attention is not None:
             h = self._attend(layer.attention, layer.input_norm, index, h, view)

@@ -279,7 +279,11 @@ class Replay:
         program = self._programs[key]
         taken = [*s["recurrent"], *sum(s["conv"], [])]
         if list(map(id, taken)) != list(map(id, self._taken)):
-            self._taken, self._taken_at = taken, self._addresses(taken)
+            places = self.backend.addresses(taken)
+            for array, (_, steps) in zip(taken, places):
+                if steps and any(n > 1 and a != b for n, a, b in zip(array.shape, steps, _dense(array.shape))):
+                    raise KernelError(f"replay copies states as they lie; one of shape {list(array.shape)} has gaps")
+            self._taken, self._taken_at = taken, [address for address, _ in places]
         to = [*self._at[2:], *(at for placed in program.conv for at, _ in placed[: PHASES - 1])]
         for address, from_, array in zip(to, self._taken_at, taken):
             self.backend.copy(address, from_, array.nbytes)
@@ -300,6 +304,7 @@ class Replay:
         """Wait for all steps; the program that ran, if any."""
         if self._running is None:
             return None
+        self.backend.enter()
         self.backend.synchronize()
         for pending in list(self.unread.values()):
             pending.item()

@@ -49,6 +49,17 @@ class CudaError(RuntimeError):
     """A call of CUDA's driver or compiler that failed, with its own message."""
 
 
+def _named(dtype: mx.Dtype) -> str:
+    """CUDA's name of a type.
+
+    Raises:
+        KernelError: no kernel takes that type.
+    """
+    if dtype not in _TYPES:
+        raise KernelError(f"no kernel takes arrays of {dtype}; there are {', '.join(map(str, _TYPES))}")
+    return _TYPES[dtype]
+
+
 # -- source and compilation --------------------------------------------------------------------------
 
 
@@ -56,13 +67,13 @@ def source(call: Launch) -> str:
     """A kernel's whole text for one launch, with the signature that MLX would write."""
     kernel, parameters = call.kernel, []
     for name, array in zip(kernel.inputs, call.inputs):
-        parameters.append(f"const {_TYPES[array.dtype]}* {name}")
+        parameters.append(f"const {_named(array.dtype)}* {name}")
         parameters += [
             f"const __grid_constant__ {kind} {name}_{what}"
             for what, kind in (("shape", "Shape"), ("strides", "Strides"), ("ndim", "int"))
             if f"{name}_{what}" in kernel.body
         ]
-    parameters += [f"{_TYPES[dtype]}* {name}" for name, dtype in zip(kernel.outputs, call.dtypes)]
+    parameters += [f"{_named(dtype)}* {name}" for name, dtype in zip(kernel.outputs, call.dtypes)]
     settings = []
     for name, value in call.template:
         if isinstance(value, bool):
@@ -70,7 +81,7 @@ def source(call: Launch) -> str:
         elif isinstance(value, int):
             settings.append(f"constexpr int {name} = {value};")
         else:
-            settings.append(f"using {name} = {_TYPES[value]};")
+            settings.append(f"using {name} = {_named(value)};")
     signature = ",\n    ".join(parameters)
     return "\n".join(
         (
@@ -192,7 +203,7 @@ def _address_kernel(kinds: tuple[tuple[mx.Dtype, int], ...]):
     Args:
         kinds: type and axes of each input.
     """
-    name = "_".join(f"{_TYPES[dtype].replace(' ', '').strip('_')}{ndim}" for dtype, ndim in kinds)
+    name = "_".join(f"{_named(dtype).replace(' ', '').strip('_')}{ndim}" for dtype, ndim in kinds)
     lines, at = [], 0
     for number, (_, ndim) in enumerate(kinds):
         lines.append(f"  out[{at}] = (unsigned long long)x{number};")
@@ -253,7 +264,7 @@ class Device:
     def addresses(self, arrays: Sequence[mx.array]) -> list[tuple[int, tuple[int, ...]]]:
         """Address and strides (in elements) of each array, which must stay alive for them to mean anything."""
         # Arrays of one kind stand together, so that few kernels have to be compiled.
-        order = sorted(range(len(arrays)), key=lambda i: (_TYPES[arrays[i].dtype], arrays[i].ndim))
+        order = sorted(range(len(arrays)), key=lambda i: (_named(arrays[i].dtype), arrays[i].ndim))
         groups: list[list[int]] = []
         for i in order:
             same = groups and len(groups[-1]) < _TOLD and _kind(arrays[groups[-1][0]]) == _kind(arrays[i])

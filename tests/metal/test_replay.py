@@ -278,6 +278,10 @@ def test_models_that_a_folded_step_runs_are_told_from_others(weights):
     assert "float16" in str(unfit(TINY, weights, mx.float16))
     narrow = dataclasses.replace(TINY, linear_key_head_dim=64)
     assert "64" in str(unfit(narrow, weights, mx.float32))
+    first = weights.layers[0]
+    expert = dataclasses.replace(first.experts, gate_proj=Matrix(mx.zeros((8, 256))))
+    layers = [dataclasses.replace(first, experts=expert), *weights.layers[1:]]
+    assert "gate_proj" in str(unfit(TINY, dataclasses.replace(weights, layers=layers), mx.float32))
     dense = dataclasses.replace(weights, lm_head=Matrix(mx.zeros((8, 256))))
     assert "lm_head" in str(unfit(TINY, dense, mx.float32))
     model = engines(weights)[1].model
