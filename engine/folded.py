@@ -150,17 +150,22 @@ class FoldedModel(Model):
         if h.shape[1] > DECODE_ROWS or not self.whole:
             return super().head(h)
         w = self.weights
-        self._ran("head", "metal")
-        return linear.logits_metal(h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary)
+        tile = self._ran("head", "metal", "head")
+        return linear.logits_metal(h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary, **tile)
 
     def choose(self, h: mx.array) -> tuple[mx.array, mx.array]:
         """The greedy token of one row, without logits."""
         if h.shape[1] > DECODE_ROWS or not self.whole:
             return super().choose(h)
+        tokens, best, *_ = self.scored(h)
+        return tokens.squeeze(0), mx.isfinite(best).squeeze(0)
+
+    def scored(self, h: mx.array, logits: bool = False) -> tuple[mx.array, ...]:
+        """Best tokens of few rows, their logits, and with `logits` all of them: `linear.head_metal`."""
         w = self.weights
         tile = self._ran("head", "metal", "head")
-        tokens, best = linear.head_metal(h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary, **tile)[:2]
-        return tokens.squeeze(0), mx.isfinite(best).squeeze(0)
+        given = (h, w.norm, self.config.rms_norm_eps, w.lm_head, self.vocabulary)
+        return linear.head_metal(*given, logits=logits, **tile)
 
     def _project(self, h: mx.array, gain: mx.array, *matrices: Matrix) -> tuple[mx.array, ...]:
         """Products of the normed rows with several matrices."""

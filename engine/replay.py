@@ -29,7 +29,7 @@ import mlx.core as mx
 from engine.cache import Cache, Inputs, Rows, Snapshot
 from engine.config import ModelConfig
 from engine.folded import FoldedModel
-from engine.kernels import linear, loader, step
+from engine.kernels import loader, step
 from engine.kernels.loader import KernelError, Launch
 from engine.ops.registry import Recorder
 
@@ -330,7 +330,7 @@ class Replay:
         s["recurrent"] = [state * 1 for state in self.states]
         s["conv"] = [[row * 1 for row in three] for three in rows]
         s["token"] = mx.array([self.ring[last] if self._fed is None else self._fed], dtype=mx.uint32)
-        s["finite"] = mx.array([self.ring[step.RING] != 0])
+        s["finite"] = mx.array([self.finite])
         self.cache.seek(self.cache.position)
         mx.eval(s["recurrent"], s["conv"])
 
@@ -357,10 +357,7 @@ class Replay:
                 try:
                     view = _View(self, taken, conv, room, full)
                     h = self.model(self.token[:1], view)  # pyright: ignore[reportArgumentType]
-                    w = self.model.weights
-                    given = (h, w.norm, c.rms_norm_eps, w.lm_head, self.model.vocabulary)
-                    self.recorder.record("head", "metal", "folded")
-                    tokens, best, *all_logits = linear.head_metal(*given, logits=scores)
+                    tokens, best, *all_logits = self.model.scored(h, scores)
                     step.settle_metal(tokens.squeeze(0), best.squeeze(0), (self.token, self.position, flag, ring))
                 finally:
                     self.recorder.release()

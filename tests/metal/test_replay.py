@@ -289,3 +289,14 @@ def test_models_that_a_folded_step_runs_are_told_from_others(weights):
     model.weights = dataclasses.replace(weights, embed=dense.lm_head)
     assert "embed" in str(unfit(TINY, model.weights, mx.float32))
     assert "packed embedding" in str(unsupported(TINY, model, "contiguous"))
+
+
+def test_a_tuned_tile_of_the_head_is_the_same_in_every_form(weights):
+    """What the guard sees of the head is what a timed step runs: with logits, without, and recorded."""
+    _, made, _ = engines(weights)
+    made.ops = made.model.ops = dataclasses.replace(made.ops, folded={"head": {"tile": "2x2"}})
+    first = made.prefill(IDS)
+    made.decode(first, 1)
+    made.logits([5], "decode")
+    heads = {entry["tile"] for entry in made.executed() if entry["op"] == "head"}
+    assert heads == {"folded tile 2x2"}
