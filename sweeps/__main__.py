@@ -6,6 +6,7 @@
     python -m sweeps -m ablation=packed_dequant,gdn_scan   several, one after another
     python -m sweeps -m hydra/launcher=ray …               over machines: ray, submitit_local, submitit_slurm
     python -m sweeps suite=quick                           a list of questions, in parts if part= is said, one report
+    python -m sweeps suite=published run_dir=DIR jobs=[1,4]   these jobs of it: other GPUs take others, into the same DIR
     python -m sweeps … dry_run=true                        the plan, minutes and memory; measures nothing
     python -m sweeps calibrate                             how large a difference this machine makes up by itself
     python -m sweeps tune [model=NAME] [budget=5m]         variants and tiles for this chip, into the user's folder
@@ -119,8 +120,9 @@ def sweep(jobs: Sequence[Sequence[str]]) -> int:
 def _suite(name: str, jobs: Sequence[Sequence[str]]) -> int:
     """Check every job of a suite, then show them or run those that are not done."""
     requests = [compose.request(job) for job in jobs]
-    first = requests[0]
+    first, count = requests[0], len(requests)
     requests = suite.placed(requests, suite.folder(name, jobs, first.launch, first.run_dir))
+    mine = [suite.number(request) for request in suite.chosen(name, requests, count)]
     machine, model = forecast.this_machine(), models.find(first)
     if model.missing and first.dry_run == "false":
         raise UsageError(model.missing)
@@ -129,14 +131,19 @@ def _suite(name: str, jobs: Sequence[Sequence[str]]) -> int:
     planned, refused = suite.plannable(requests, lambda r: plan.make(r, model, machine))
     for job, reason in refused.items():
         print(f"left out, {job}: {reason}", file=sys.stderr)
-    if not planned:
+    shown = [(request, made) for request, made in planned if suite.number(request) in mine]
+    if not shown:
         raise UsageError(f"suite={name}: no job of it can be planned here: {next(iter(refused.values()))}")
     if first.dry_run != "false":
-        shown = [_probed(request, model, made) for request, made in planned]
-        preview.show_suite(name, shown, first.part_seconds, form=first.dry_run)
+        plans = {suite.number(request): _probed(request, model, made) for request, made in shown}
+        preview.show_suite(name, plans, count, first.part_seconds, form=first.dry_run)
         return 0
     fit = [request for request, _ in planned]
-    return suite.run(name, fit, where.parent, lambda r: run(r, model, plan.make(r, model, machine)), SystemClock())
+
+    def one(request: Request) -> int:
+        return run(request, model, plan.make(request, model, machine))
+
+    return suite.run(name, fit, where.parent, one, SystemClock(), count)
 
 
 def run(request: Request, model: models.Model, first: plan.Plan) -> int:

@@ -114,6 +114,8 @@ class Request:
         budget_seconds, cap_seconds: limits of the whole run and of one prefill.
         part_seconds: limit of one invocation, or None.
         own_prompts: whether each block of decode windows has a prompt of its own. decode_tokens: of a window, or None.
+        decode_blocks: blocks of decode windows that were asked for by hand, or None for what the device needs.
+        jobs: numbers of the jobs of the suite to run, rising; empty for all.
         base: another checkout whose engine is the reference, or None. head: the checkout that is held against it; None
             is this one.
         margin: smallest difference of interest, as a share.
@@ -150,6 +152,8 @@ class Request:
     shared_cache: bool
     own_prompts: bool
     decode_tokens: int | None
+    decode_blocks: int | None
+    jobs: tuple[int, ...]
     seed: int
     dry_run: str
     fetch: bool
@@ -227,7 +231,7 @@ def jobs(line: CommandLine, launch: Path | None = None) -> list[tuple[str, ...]]
             suite = _suite(unquote(value))
             continue
         parts = [value] if _is_path(value, launch) else _split(value)
-        if len(parts) > 1 and not line.multirun:
+        if len(parts) > 1 and (not line.multirun or key == "jobs"):
             raise UsageError(_comma(key, value, parts))
         if any(not part for part in parts) and len(parts) > 1:
             raise UsageError(f"{word!r} has an empty entry between commas: remove the extra comma")
@@ -258,6 +262,8 @@ def _suite_jobs(name: str, words: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The jobs of a suite, each with the user's own words in place of its own where they name the same key."""
     suite: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "suites" / f"{name}.yaml"))
     own = {word.split("=", 1)[0] for word in words}
+    # Blocks that the user names are those of both phases, whatever the suite has for decoding.
+    own |= {"decode.blocks"} if "blocks" in own else set()
     if "ablation" in own:
         raise UsageError(f"suite={name} and ablation= are two lists of questions: leave one out")
     made = []
@@ -291,7 +297,7 @@ def _split(value: str) -> list[str]:
 
 
 def _comma(key: str, value: str, parts: list[str]) -> str:
-    if key in ("frontiers", "phases"):
+    if key in ("frontiers", "phases", "jobs"):
         return f"{key}={value} holds a comma: write a list in brackets, {key}=[{value}]"
     quoted = f"""{key}="'{value}'\""""
     return f"{key}={value} holds a comma: add -m to run {len(parts)} jobs one after another, or quote it as {quoted}"
@@ -526,6 +532,8 @@ def _request(values: dict[str, Any], overrides: Sequence[str], launch: Path) -> 
         shared_cache=values["decode"]["cache"] == "shared",
         own_prompts="own" in (_first(values["decode"]["prompts"], None) or [one["prompts"] for one in joined]),
         decode_tokens=_tokens(values["decode"]["tokens"], joined),
+        decode_blocks=_decode_blocks(values["decode"]["blocks"], values["blocks"]),
+        jobs=_numbers(values["jobs"], values["suite"]),
         seed=_count("seed", values["seed"], least=0),
         dry_run=str(values["dry_run"]).lower(),
         fetch=bool(values["fetch"]),
@@ -554,6 +562,23 @@ def _tokens(asked: Any, ablations: Sequence[dict[str, Any]]) -> int | None:
     own = [one["tokens"] for one in ablations if one["tokens"] is not None]
     value = _first(asked, max(own, default=None))
     return None if value is None else _count("decode.tokens", value)
+
+
+def _decode_blocks(asked: Any, blocks: Any) -> int | None:
+    value = _first(asked, blocks)
+    return None if value is None else _count("decode.blocks", value)
+
+
+def _numbers(value: Any, suite: str) -> tuple[int, ...]:
+    """Numbers of jobs of a suite, rising; that the suite has them is seen where all its jobs are known."""
+    if value is None:
+        return ()
+    if suite == "none":
+        raise UsageError(f"jobs={_word(value)} picks jobs of a suite: add suite=NAME, or leave it out")
+    entries = value if isinstance(value, list) else [value]
+    if not entries:
+        raise UsageError("jobs=[] is empty: name at least one job, as in jobs=[1], or leave it out for all")
+    return tuple(sorted({_count("jobs", entry) for entry in entries}))
 
 
 def _directions(value: Any) -> tuple[str, ...]:

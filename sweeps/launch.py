@@ -56,6 +56,7 @@ def launch(name: str | None, jobs: Sequence[Sequence[str]], launcher: Sequence[s
     launcher = fitted(launcher)
     where = suite.folder(name, jobs, requests[0].launch, requests[0].run_dir)
     requests = suite.placed(requests, where)
+    mine = suite.chosen(name, requests, len(requests))
     begun = where / "launched" / uuid.uuid4().hex[:8]
     begun.mkdir(parents=True)
     tickets = [
@@ -69,23 +70,25 @@ def launch(name: str | None, jobs: Sequence[Sequence[str]], launcher: Sequence[s
             }
         )
         for words, request in zip(jobs, requests)
-        if not suite.done(request)
+        if request in mine and not suite.done(request)
     ]
-    write_whole(where / "suite.json", json.dumps({"suite": name, "finished": False}))
+    suite.state(name, requests, where)
     if tickets:
         _hand_over(tickets, launcher, where)
         _settle(begun)
-    missing = [request for request in requests if not suite.done(request)]
+    missing = [request for request in suite.state(name, requests, where) if request in mine]
     for request in missing:
         assert request.run_dir is not None
         told = _told(begun / f"{request.run_dir.name}.json")
         why = told.get("reason") or (f"its process on {told['host']} died" if told else "it was not begun")
         print(f"{request.run_dir.name}: lost: {why}; not measured: {unmeasured(request.run_dir)}", file=sys.stderr)
     if missing:
-        count = f"{len(missing)} of {len(requests)} jobs"
+        count = f"{len(missing)} of {len(mine)} jobs"
         print(f"{count} are not done: give the same command again to run what is missing", file=sys.stderr)
-    write_whole(where / "suite.json", json.dumps({"suite": name, "finished": not missing}))
-    return max(int(bool(missing) or any(map(_failed, requests))), suite.report(requests, where))
+    with suite.alone(where):
+        suite.state(name, requests, where)
+        code = suite.report(requests, where)
+    return max(int(bool(missing) or any(map(_failed, mine))), code)
 
 
 def job(config: Any) -> None:

@@ -367,6 +367,8 @@ class _Planner:
                 reason = self._too_slow(arm, frontier)
                 if reason:
                     skip.setdefault(arm.name, reason)
+        elif self.request.decode_blocks is not None:
+            blocks = self.request.decode_blocks
         elif self.short and self.request.sessions == 1:
             blocks = CPU_DECODE_BLOCKS
         else:
@@ -631,8 +633,10 @@ def _settings(
 def _identity(request: Request) -> dict[str, Any]:
     """What makes two requests the same run: everything but where it lands and how it is shown."""
     values = dict(request.config)
-    for key in ("run_dir", "dry_run", "fetch", "budget", "allow", "suite", "wait", "probe", "part"):
+    for key in ("run_dir", "dry_run", "fetch", "budget", "allow", "suite", "jobs", "wait", "probe", "part"):
         values.pop(key, None)
+    # What is not asked for is what a run of before the setting had.
+    values["decode"] = {name: value for name, value in values["decode"].items() if name != "blocks" or value}
     return values
 
 

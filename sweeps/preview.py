@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -77,17 +77,24 @@ def show(plan: Plan, console: Console | None = None, form: str = "true") -> None
 
 
 def show_suite(
-    name: str, plans: Sequence[Plan], part: float | None, console: Console | None = None, form: str = "true"
+    name: str,
+    numbered: Mapping[int, Plan],
+    count: int,
+    part: float | None,
+    console: Console | None = None,
+    form: str = "true",
 ) -> None:
-    """Print every plan of a suite and what they take together; `form` ``"json"`` prints one JSON object."""
+    """Print plans of a suite by number of `count`, and what they take together; ``"json"`` prints one JSON object."""
+    plans = list(numbered.values())
     console = console or Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     total = sum(plan.seconds for plan in plans)
     if form == "json":
-        made = {"suite": name, "seconds": round(total, 1), "jobs": [as_dict(plan) for plan in plans]}
+        jobs = [{"number": number, **as_dict(plan)} for number, plan in numbered.items()]
+        made = {"suite": name, "seconds": round(total, 1), "jobs": jobs}
         print(json.dumps(made, indent=1), file=console.file)
         return
-    for number, plan in enumerate(plans, 1):
-        console.print(f"\nJob {number} of {len(plans)}", markup=False)
+    for number, plan in numbered.items():
+        console.print(f"\nJob {number} of {count}", markup=False)
         show(plan, console)
     starts = sum(plan.start_seconds * plan.job.sessions for plan in plans)
     said = (

@@ -147,7 +147,8 @@ def is_final(row: SampleRow) -> bool:
 def write_whole(path: Path, text: str) -> None:
     """Write a text file so that a reader finds the old one or the new one, never half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+    # Two processes that write the same file at once each have a part of their own.
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

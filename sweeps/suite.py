@@ -1,30 +1,33 @@
 """A suite: several jobs under one folder, in parts if need be, and one report of all of them.
 
 The same command given again goes on: jobs that are done are not run again, one that was cut short continues, and when
-all are done the next command starts a new folder.
+all are done the next command starts a new folder. Several processes may share a folder, each with jobs of its own
+(``jobs=``): a job keeps its number and folder whichever of them runs it, and the last to end reports on all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 from sweeps import plan
 from sweeps.clock import Clock
-from sweeps.compose import LEAST_PART_SECONDS, Request
+from sweeps.compose import LEAST_PART_SECONDS, Request, UsageError
 from sweeps.rows import RowError
 from sweeps.store import read_job, write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 
-_NOT_IDENTITY = ("part", "dry_run", "wait", "probe", "fetch", "allow", "budget")
+_NOT_IDENTITY = ("part", "jobs", "dry_run", "wait", "probe", "fetch", "allow", "budget")
 
 
 def folder(name: str, words: Sequence[Sequence[str]], launch: Path, given: Path | None) -> Path:
@@ -51,6 +54,27 @@ def placed(requests: Sequence[Request], where: Path) -> list[Request]:
         dataclasses.replace(request, run_dir=where / f"{number:02d}-{_slug(request)}")
         for number, request in enumerate(requests, 1)
     ]
+
+
+def number(request: Request) -> int:
+    """The number of a placed job in the list of its suite, from 1."""
+    assert request.run_dir is not None
+    return int(request.run_dir.name.split("-", 1)[0])
+
+
+def chosen(name: str, requests: Sequence[Request], count: int) -> list[Request]:
+    """Those placed jobs that ``jobs=`` asks for; all of them where it is not said.
+
+    Args:
+        requests: those that can run here. count: jobs of the whole suite.
+
+    Raises:
+        UsageError: the suite has no job of that number.
+    """
+    asked = requests[0].jobs
+    if wrong := [wanted for wanted in asked if wanted > count]:
+        raise UsageError(f"jobs={wrong[0]}: suite={name} has jobs 1 to {count}; dry_run=true shows them")
+    return [request for request in requests if not asked or number(request) in asked]
 
 
 def plannable(
@@ -84,32 +108,58 @@ def _slug(request: Request) -> str:
     return re.sub(r"[^A-Za-z0-9+_-]", "-", shown)
 
 
-def run(name: str, requests: Sequence[Request], where: Path, one: Callable[[Request], int], clock: Clock) -> int:
-    """Run every job that is not done, as far as the part goes, and build the report of all that there is.
+def run(
+    name: str, requests: Sequence[Request], where: Path, one: Callable[[Request], int], clock: Clock, count: int
+) -> int:
+    """Run every job asked for that is not done, as far as the part goes, and report on all that there is.
 
     Args:
-        requests: placed jobs. one: runs a job to its report and returns its exit code.
+        requests: placed jobs, also those that others run. one: runs a job to its report and returns its exit code.
+        count: jobs of the whole suite, those that cannot run here among them.
 
     Returns:
         The worst exit code; a job that cannot run here does not keep the others from running.
     """
     start, codes, part = clock.now_ns(), [], requests[0].part_seconds
-    write_whole(where / "suite.json", json.dumps({"suite": name, "finished": False}))
-    for number, request in enumerate(requests, 1):
+    with alone(where):
+        state(name, requests, where)
+    mine = chosen(name, requests, count)
+    for request in mine:
         if done(request):
             continue
         left = None if part is None else part - (clock.now_ns() - start) / 1e9
         # Every invocation gets somewhere, however short its part.
         if left is not None and codes and left < LEAST_PART_SECONDS:
             break
-        print(f"suite {name}: job {number} of {len(requests)}, {request.ablation['name']}", file=sys.stderr)
+        print(f"suite {name}: job {number(request)} of {count}, {request.ablation['name']}", file=sys.stderr)
         codes.append(one(dataclasses.replace(request, part_seconds=left)))
+    # One at a time: who comes last has seen all that the others left.
+    with alone(where):
+        missing = state(name, requests, where)
+        code = report(requests, where)
+    own = [request for request in missing if request in mine]
+    if own:
+        print(f"{len(own)} of {len(mine)} jobs are not done: give the same command again to go on", file=sys.stderr)
+    elif missing:
+        others = ",".join(str(number(request)) for request in missing)
+        print(f"left to other commands: jobs=[{others}]", file=sys.stderr)
+    return max([*codes, code])
+
+
+def state(name: str, requests: Sequence[Request], where: Path) -> list[Request]:
+    """Write down whether the suite is finished, all its jobs done; returns those that are not."""
     missing = [request for request in requests if not done(request)]
     write_whole(where / "suite.json", json.dumps({"suite": name, "finished": not missing}))
-    if missing:
-        count = f"{len(missing)} of {len(requests)} jobs"
-        print(f"{count} are not done: give the same command again to go on", file=sys.stderr)
-    return max([*codes, report(requests, where)])
+    return missing
+
+
+@contextmanager
+def alone(where: Path) -> Iterator[None]:
+    """Hold the suite's folder: other processes that run jobs of it wait until they may write there."""
+    where.mkdir(parents=True, exist_ok=True)
+    with (where / ".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def done(request: Request) -> bool:

@@ -113,6 +113,9 @@ def test_words_of_the_user_go_before_those_of_a_suite():
     jobs = compose.jobs(compose.parse(["suite=quick", "budget=9s", "subject=mlx_lm"]))
     assert {compose.request(job).budget_seconds for job in jobs} == {9}
     assert {compose.request(job).subject["name"] for job in jobs} == {"mlx_lm"}
+    fewer = compose.request(compose.jobs(compose.parse(["suite=quick", "blocks=3"]))[0])
+    assert (fewer.blocks, fewer.decode_blocks) == (3, 3)
+    assert compose.request(compose.jobs(compose.parse(["suite=quick"]))[0]).decode_blocks == 60
 
 
 def test_questions_can_be_joined():
@@ -175,6 +178,11 @@ def test_composing_leaves_another_hydra_job_alone():
         (["allow=batery"], "'battery'"),
         (["suite=publishd"], "'published'"),
         (["suite=quick", "ablation=gdn_scan"], "two lists"),
+        (["jobs=[1]"], "add suite=NAME"),
+        (["suite=quick", "jobs=1,2"], "jobs=[1,2]"),
+        (["-m", "suite=quick", "jobs=1,2"], "jobs=[1,2]"),
+        (["suite=quick", "jobs=[0]"], "whole number"),
+        (["suite=quick", "jobs=[]"], "empty"),
         (["ablation=gdn_scan+step_trac"], "'step_trace'"),
         (["margin=0.5%"], "1% to 10%"),
         (["margin=20%"], "1% to 10%"),

@@ -14,7 +14,7 @@ from sweeps.clock import SystemClock
 from sweeps.points import Job
 from sweeps.store import Store, write_job
 
-WORDS = ["frontiers=[128]", "sessions=1", "blocks=2", "budget=10m", "wait=true"]
+WORDS = ["frontiers=[128]", "sessions=1", "blocks=2", "decode.blocks=60", "budget=10m", "wait=true"]
 
 
 def attempt(capsys, job: Job) -> tuple[float, float]:

@@ -80,9 +80,14 @@ def test_publish_is_five_sessions_of_five_blocks():
 
 def test_a_cpu_decodes_in_many_short_windows():
     arms = ("full", "mlx_lm", "full.again")
-    job = made("blocks=5", "budget=1h", model=TINY, machine=CPU, probe=fast_probe(*arms)).job
-    decode = [p for p in job.points if p.phase == "decode"]
-    assert {(p.blocks, p.decode_tokens) for p in decode} == {(60, 8)}
+
+    def decode(*words: str) -> set[tuple[int, int]]:
+        job = made("budget=1h", *words, model=TINY, machine=CPU, probe=fast_probe(*arms)).job
+        return {(p.blocks, p.decode_tokens) for p in job.points if p.phase == "decode"}
+
+    assert decode() == {(60, 8)}
+    assert decode("blocks=5") == {(5, 8)}, "what the user asks for holds"
+    assert decode("blocks=5", "decode.blocks=20") == {(20, 8)}
 
 
 def test_an_ablation_varies_one_toggle_and_gives_both_arms_what_either_needs():

@@ -13,7 +13,7 @@ from reports.load import read_rows
 from sweeps import compose, suite
 from sweeps.__main__ import main
 from sweeps.clock import ManualClock
-from sweeps.compose import Request
+from sweeps.compose import Request, UsageError
 from sweeps.points import Job
 from sweeps.store import write_job
 
@@ -59,16 +59,16 @@ def test_a_part_ends_before_the_next_job_and_the_next_command_goes_on(requests, 
     monkeypatch.setattr(suite, "report", lambda requests, where: 0)
     clock = ManualClock()
     first = Runner(clock, 130)
-    assert suite.run("quick", requests, tmp_path / "s", first, clock) == 0
+    assert suite.run("quick", requests, tmp_path / "s", first, clock, 3) == 0
     assert first.parts == [300, 170], "the third job would have had 40 s"
     assert "1 of 3 jobs are not done: give the same command again" in capsys.readouterr().err
     assert json.loads((tmp_path / "s" / "suite.json").read_text(encoding="utf-8"))["finished"] is False
     short = [replace(request, part_seconds=59) for request in requests]
-    suite.run("quick", short, tmp_path / "s", again := Runner(clock, 10), clock)
+    suite.run("quick", short, tmp_path / "s", again := Runner(clock, 10), clock, 3)
     assert again.parts == [59], "every invocation gets somewhere"
     (requests[2].run_dir / "report.md").unlink()
     again = Runner(clock, 10)
-    assert suite.run("quick", requests, tmp_path / "s", again, clock) == 0
+    assert suite.run("quick", requests, tmp_path / "s", again, clock, 3) == 0
     assert again.parts == [300]
     assert json.loads((tmp_path / "s" / "suite.json").read_text(encoding="utf-8"))["finished"] is True
 
@@ -77,7 +77,7 @@ def test_a_job_that_fails_does_not_keep_the_others_from_running(requests, tmp_pa
     monkeypatch.setattr(suite, "report", lambda requests, where: 0)
     clock = ManualClock()
     runner = Runner(clock, 1, code=1)
-    assert suite.run("quick", requests, tmp_path / "s", runner, clock) == 1
+    assert suite.run("quick", requests, tmp_path / "s", runner, clock, 3) == 1
     assert len(runner.parts) == 3
 
 
@@ -92,6 +92,48 @@ def test_an_unfinished_suite_goes_on_in_its_folder_whatever_part_and_budget_and_
     assert where("seed=3") != made
     (made / "suite.json").write_text('{"finished": true}', encoding="utf-8")
     assert where("part=5m") != made
+
+
+def test_processes_share_a_suite_by_numbers_and_the_last_one_finishes_it(requests, tmp_path, monkeypatch, capsys):
+    """The second process has other jobs of the same folder; a number and a folder stay those of the whole suite."""
+    where, merged = tmp_path / "s", []
+    monkeypatch.setattr(
+        suite, "report", lambda given, _: merged.append(sum(r.run_dir.is_dir() for r in given)) or 0
+    )
+
+    def share(*jobs: int) -> str:
+        mine = [replace(request, jobs=jobs) for request in requests]
+        assert suite.run("quick", mine, where, Runner(ManualClock(), 1), ManualClock(), 3) == 0
+        return capsys.readouterr().err
+
+    def state() -> bool:
+        return json.loads((where / "suite.json").read_text(encoding="utf-8"))["finished"]
+
+    told = share(2)
+    assert "job 2 of 3, packed_dequant" in told and "left to other commands: jobs=[1,3]" in told
+    assert [r.run_dir.is_dir() for r in requests] == [False, True, False] and not state()
+    assert "left to" not in share(1, 3)
+    assert state() and merged == [1, 3]
+    share(2)
+    assert state(), "a command whose jobs are all done changes nothing"
+    with pytest.raises(UsageError, match=r"jobs=9: suite=quick has jobs 1 to 3"):
+        share(1, 9)
+
+
+def test_the_folder_and_the_runs_of_a_suite_do_not_depend_on_which_jobs_are_asked_for(tmp_path):
+    from sweeps import models, plan
+    from sweeps.forecast import cpu
+
+    def asked(*words: str) -> tuple[Path, list[str]]:
+        jobs = compose.jobs(compose.parse(["suite=quick", *words]))
+        made = suite.placed([compose.request(job) for job in jobs[:2]], tmp_path / "s")
+        hashes = [plan.make(r, models.find(r), cpu("cpu", 8 << 30)).job.config_hash for r in made]
+        return suite.folder("quick", jobs, tmp_path, None), hashes
+
+    (made, hashes) = asked()
+    made.mkdir(parents=True)
+    (made / "suite.json").write_text('{"finished": false}', encoding="utf-8")
+    assert asked("jobs=[2,4]") == (made, hashes)
 
 
 def test_all_jobs_make_one_report(requests, tmp_path, capsys):
@@ -109,9 +151,14 @@ def test_the_dry_run_of_a_suite_names_every_job_and_its_time(capsys, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert main(["suite=quick", "dry_run=json", "probe=false"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert len(told["jobs"]) == 5 and told["seconds"] < 540
+    assert [job["number"] for job in told["jobs"]] == [1, 2, 3, 4, 5] and told["seconds"] < 540
     assert sum(job["budget_seconds"] for job in told["jobs"]) <= 490, "what remains of ten minutes is for starting"
     assert not list(tmp_path.iterdir())
+    assert main(["suite=quick", "dry_run=true", "probe=false", "jobs=[5,2]"]) == 0
+    printed = capsys.readouterr().out
+    assert "Job 2 of 5" in printed and "Job 5 of 5" in printed and "Job 1" not in printed
+    assert main(["suite=quick", "dry_run=true", "probe=false", "jobs=6"]) == 2
+    assert "jobs=6: suite=quick has jobs 1 to 5" in capsys.readouterr().err
 
 
 def test_jobs_of_two_suites_are_two_runs(requests):
