@@ -6,7 +6,7 @@
     python -m sweeps -m ablation=packed_dequant,gdn_scan   several, one after another
     python -m sweeps -m hydra/launcher=ray …               over machines: ray, submitit_local, submitit_slurm
     python -m sweeps suite=quick                           a list of questions, in parts if part= is said, one report
-    python -m sweeps suite=published run_dir=DIR jobs=[1,4]   these jobs of it: other GPUs take others, into the same DIR
+    python -m sweeps suite=quick run_dir=DIR jobs=[1,4]    these jobs of it: other GPUs take others, into the same DIR
     python -m sweeps … dry_run=true                        the plan, minutes and memory; measures nothing
     python -m sweeps calibrate                             how large a difference this machine makes up by itself
     python -m sweeps tune [model=NAME] [budget=5m]         variants and tiles for this chip, into the user's folder

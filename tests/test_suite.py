@@ -97,9 +97,7 @@ def test_an_unfinished_suite_goes_on_in_its_folder_whatever_part_and_budget_and_
 def test_processes_share_a_suite_by_numbers_and_the_last_one_finishes_it(requests, tmp_path, monkeypatch, capsys):
     """The second process has other jobs of the same folder; a number and a folder stay those of the whole suite."""
     where, merged = tmp_path / "s", []
-    monkeypatch.setattr(
-        suite, "report", lambda given, _: merged.append(sum(r.run_dir.is_dir() for r in given)) or 0
-    )
+    monkeypatch.setattr(suite, "report", lambda given, _: merged.append(sum(r.run_dir.is_dir() for r in given)) or 0)
 
     def share(*jobs: int) -> str:
         mine = [replace(request, jobs=jobs) for request in requests]
