@@ -30,6 +30,7 @@ from sweeps.store import read_job
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.generate import Engine
+    from sweeps.layers import Recording
     from sweeps.subjects.base import Subject
     from sweeps.subjects.shared import Shared
 
@@ -78,24 +79,27 @@ def _reference_config() -> EngineConfig:
     )
 
 
-def gate(shared: Shared, tokens: Sequence[int], *, model: Any = None, oracle: Engine | None = None) -> Check:
+def gate(shared: Shared, text: Sequence[int] | Recording, *, model: Any = None) -> Check:
     """Whether MLX-LM computes this model: every layer against the oracle, on MLX-LM's own inputs.
 
     A float32 model of at most 8 layers is also compared end to end, logits and greedy tokens.
 
     Args:
-        tokens: a real prompt. model: the mlx_lm model; default the shared one. oracle: default a new one.
+        text: ids of a real prompt, or MLX-LM's passes over one, recorded with an oracle.
+        model: the mlx_lm model where `text` is ids; default the shared one.
     """
     from sweeps.guard import judged
-    from sweeps.layers import compare
+    from sweeps.layers import Recording, compare
 
-    model = shared.lm_model if model is None else model
-    exact = oracle if oracle is not None else make_oracle(shared)
+    if not isinstance(text, Recording):
+        model = shared.lm_model if model is None else model
+        text = Recording(model, text, chunk=len(text), oracle=make_oracle(shared))
+    assert text.oracle is not None
     limits = SyntheticThresholds.for_dtype(str(shared.weights.norm.dtype).removeprefix("mlx.core."))
-    made = compare(exact, model, tokens, chunk=len(tokens), limits=limits, judged="baseline")
+    made = compare(text.oracle, text, limits=limits, judged="baseline")
     check = judged(synthetic_check(made.pairs, made.routed, None, limits), made)
     if check.passed and limits.relative_rms < 1e-2 and shared.config.num_hidden_layers <= EXACT_LAYERS:
-        check = _end_to_end(check, exact, model, tokens)
+        check = _end_to_end(check, text)
     reason = (
         f"MLX-LM agrees with the float32 oracle: {check.reason}"
         if check.passed
@@ -104,19 +108,14 @@ def gate(shared: Shared, tokens: Sequence[int], *, model: Any = None, oracle: En
     return replace(check, name="baseline", reason=reason)
 
 
-def _end_to_end(check: Check, exact: Engine, model: Any, tokens: Sequence[int]) -> Check:
-    import mlx.core as mx
-    import numpy as np
-
-    exact.reset()
-    wanted = np.array(exact.logits(tokens, "prefill"))
-    got = np.array(model(mx.array(list(tokens))[None])[0].astype(mx.float32))[:, : wanted.shape[1]]
+def _end_to_end(check: Check, recording: Recording) -> Check:
+    wanted = recording.exact
+    got = recording.baseline[:, : wanted.shape[1]]
     error = relative_rms(got, wanted)
     figures = check.figures | {"end_to_end_error": error}
     if error > EXACT_ERROR:
         return Check(check.name, False, f"logits are off by {error:.1e} relative RMS end to end", figures)
     part = first_divergence(wanted.argmax(axis=1).tolist(), got.argmax(axis=1).tolist(), wanted, near_tie=1e-2)
-    exact.reset()
     if part is not None and not part.near_tie:
         lead = f"the oracle's {part.reference_token} leads by {part.gap:.2f}"
         reason = f"greedy choice {part.index} is {part.arm_token}, {lead}"

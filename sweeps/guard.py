@@ -26,6 +26,7 @@ from sweeps.subjects.base import Subject
 
 if TYPE_CHECKING:
     from engine.generate import Engine
+    from sweeps.layers import Recording
     from sweeps.prompts import Prompts
     from sweeps.subjects.shared import Shared
 
@@ -157,21 +158,12 @@ def _same_width(*logits: np.ndarray) -> tuple[np.ndarray, ...]:
 # -- random weights -------------------------------------------------------------------------------
 
 
-def layerwise(
-    engine: Engine,
-    lm_model: Any,
-    tokens: Sequence[int],
-    *,
-    context: int = 0,
-    chunk: int = 2048,
-    oracle: Engine | None = None,
-    limits: SyntheticThresholds | None = None,
-) -> Check:
+def layerwise(engine: Engine, recording: Recording, limits: SyntheticThresholds | None = None) -> Check:
     """Every layer of `engine` on the hidden rows and caches of MLX-LM.
 
     Args:
-        tokens: all go through in chunks (`context` 0), or those from `context` on a row at a time.
-        oracle: a float32 engine of reference ops; with it, end-to-end errors are compared too (`engine` is reset).
+        recording: of MLX-LM's passes; one serves any number of engines. If it has an oracle, end-to-end errors are
+            compared too (`engine` is reset).
         limits: default by the engine's activation type.
     """
     from sweeps.layers import compare
@@ -179,11 +171,11 @@ def layerwise(
     name = str(engine.dtype).removeprefix("mlx.core.")
     limits = limits or SyntheticThresholds.for_dtype(name)
     engine.reset_executed()
-    made = compare(engine, lm_model, tokens, chunk=chunk, context=context, limits=limits)
+    made = compare(engine, recording, limits=limits)
     executed = paths(engine.executed())
-    if context:
+    if recording.context:
         executed = elsewhere(engine, executed)
-    ends = _end_to_end(engine, lm_model, oracle, tokens, context, chunk) if oracle else None
+    ends = _end_to_end(engine, recording) if recording.oracle is not None else None
     check = synthetic_check(made.pairs, made.routed, ends, limits)
     return _with(judged(check, made), executed=executed)
 
@@ -206,36 +198,15 @@ def _with(check: Check, **figures: Any) -> Check:
     return replace(check, figures=check.figures | figures)
 
 
-def _end_to_end(
-    engine: Engine, lm_model: Any, oracle: Engine, tokens: Sequence[int], context: int, chunk: int
-) -> EndToEnd:
+def _end_to_end(engine: Engine, recording: Recording) -> EndToEnd:
     """Logits of the compared rows by the float32 oracle, by the engine's own path and by MLX-LM."""
-    import mlx.core as mx
-
-    phase = "decode" if context else "prefill"
-    for one in (oracle, engine):
-        one.reset()
-    exact = _host(oracle.logits(tokens, "prefill"))[context:]
+    tokens, context = recording.tokens, recording.context
+    engine.reset()
     if context:
         engine.prefill(tokens[:context], last=False)
-    mine = _host(engine.logits(tokens[context:], phase))
-    cache, theirs = lm_model.make_cache(), []
-    for piece in _passes(tokens, context, chunk):
-        rows = lm_model(mx.array(piece)[None], cache=cache)[0].astype(mx.float32)
-        mx.eval(rows, [c.state for c in cache])
-        theirs.append(_host(rows))
-    exact, mine, baseline = _same_width(exact, mine, np.concatenate(theirs)[context:])
-    for one in (oracle, engine):
-        one.reset()
-    return EndToEnd(exact, mine, baseline)
-
-
-def _passes(tokens: Sequence[int], context: int, chunk: int) -> Iterator[list[int]]:
-    chunked = tokens[:context] if context else tokens
-    for start in range(0, len(chunked), chunk):
-        yield list(chunked[start : start + chunk])
-    if context:
-        yield from ([token] for token in tokens[context:])
+    mine = _host(engine.logits(tokens[context:], "decode" if context else "prefill"))
+    engine.reset()
+    return EndToEnd(*_same_width(recording.exact, mine, recording.baseline))
 
 
 # -- paths ----------------------------------------------------------------------------------------
@@ -320,6 +291,7 @@ class PointGuard:
         self._arms = {arm.name: arm for arm in job.arms}
         self._known: dict[tuple[str, str, str], dict[str, Any]] = {}
         self._oracle: Any = None
+        self._recordings: dict[tuple[int, int, int], Recording] = {}
 
     @property
     def scope(self) -> Scope:
@@ -336,14 +308,25 @@ class PointGuard:
         if self.shared is None:
             return {}
         made = {}
-        for arm in self.job.arms:
-            if arm.name in point.skip or arm.subject not in ("engine", "mlx_lm"):
-                continue
-            check = self._of(arm, point.phase)
-            if check:
-                made[arm.name] = check
-        self._oracle = None
+        try:
+            for arm in self.job.arms:
+                if arm.name in point.skip or arm.subject not in ("engine", "mlx_lm"):
+                    continue
+                check = self._of(arm, point.phase)
+                if check:
+                    made[arm.name] = check
+        finally:
+            self._drop()
         return made
+
+    def _drop(self) -> None:
+        """Give back what the arms of one call shared: no window is timed beside it."""
+        import mlx.core as mx
+
+        self._oracle = None
+        if self._recordings:
+            self._recordings = {}
+            mx.clear_cache()
 
     def _of(self, arm: Arm, phase: Phase) -> dict[str, Any]:
         if arm.subject == "mlx_lm":
@@ -436,7 +419,8 @@ class PointGuard:
         from sweeps.baseline import gate
 
         assert self.shared is not None
-        return gate(self.shared, self._text(self.scope.rows), oracle=self._reference_engine())
+        rows = self.scope.rows
+        return gate(self.shared, self._recording(rows, 0, rows))
 
     def _layers(self, arm: Arm, phase: Phase) -> Check:
         from sweeps.subjects import make
@@ -446,15 +430,8 @@ class PointGuard:
         try:
             engine, chunk = subject.engine, subject.engine.engine.prefill.chunk
             rows, steps = self.scope.rows, self.scope.steps
-            count = rows if phase == "prefill" else rows + steps
-            check = layerwise(
-                engine,
-                self.shared.lm_model,
-                self._text(count),
-                context=0 if phase == "prefill" else rows,
-                chunk=min(chunk, rows),
-                oracle=self._reference_engine(),
-            )
+            count, context = (rows, 0) if phase == "prefill" else (rows + steps, rows)
+            check = layerwise(engine, self._recording(count, context, min(chunk, rows)))
         finally:
             subject.close()
         return _with(check, phase=phase)
@@ -486,10 +463,17 @@ class PointGuard:
         """Text with an opening that no timed trial has."""
         return self.prompts.take(count, trial=999_999_937)
 
-    def _reference_engine(self) -> Engine:
+    def _recording(self, count: int, context: int, chunk: int) -> Recording:
+        """The passes over `count` tokens that all arms of this call share."""
         from sweeps.baseline import make_oracle
+        from sweeps.layers import Recording
 
         assert self.shared is not None
         if self._oracle is None:
             self._oracle = make_oracle(self.shared)
-        return self._oracle
+        key = (count, context, chunk)
+        if key not in self._recordings:
+            self._recordings[key] = Recording(
+                self.shared.lm_model, self._text(count), context=context, chunk=chunk, oracle=self._oracle
+            )
+        return self._recordings[key]

@@ -16,8 +16,10 @@ tie, the row is left out of ``output`` and counted (`ties`), up to half of the r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -93,6 +95,81 @@ def _state(layer: Any, c: Any) -> tuple[int, tuple[mx.array, mx.array] | None]:
     return c.offset, (c.keys[..., : c.offset, :], c.values[..., : c.offset, :])
 
 
+class Recording:
+    """What is the same for every arm that is held against one text: MLX-LM's passes over it, and the oracle's.
+
+    Each part is made when it is first asked for, then kept. For 256 rows, or 8 single ones after them, of 40 layers of
+    2048 with 30 recurrent states of 2 MiB, the steps hold 0.2 and 0.7 GB on the device; the logits of 256 rows are
+    0.25 GB a model on the host. So drop it before anything is timed.
+
+    Args:
+        model: an mlx_lm model. tokens: with `context` 0 all of them go in passes of `chunk` (the prefill path); else
+            the first `context` of them do, uncompared, and the rest a row at a time (the decode path).
+        oracle: a float32 engine of reference ops, which is reset; None leaves out end-to-end errors.
+    """
+
+    def __init__(
+        self, model: Any, tokens: Sequence[int], *, context: int = 0, chunk: int = 2048, oracle: Engine | None = None
+    ):
+        self.model, self.tokens, self.context, self.chunk, self.oracle = model, list(tokens), context, chunk, oracle
+
+    @property
+    def pieces(self) -> list[list[int]]:
+        """The tokens of every compared pass."""
+        if self.context:
+            return [[token] for token in self.tokens[self.context :]]
+        return _cut(self.tokens, self.chunk)
+
+    @cached_property
+    def steps(self) -> list[list[Step]]:
+        """By pass, MLX-LM's layers in their order.
+
+        MLX arrays are values: a state that is a view of MLX-LM's cache stays what it was when the cache advances.
+        """
+        cache = self._cache()
+        return [list(steps(self.model, cache, piece)) for piece in self.pieces]
+
+    @cached_property
+    def baseline(self) -> np.ndarray:
+        """Logits of the compared rows by MLX-LM's own pass, float32 ``[rows, its vocabulary]``."""
+        cache, made = self._cache(), []
+        for piece in self.pieces:
+            rows = self.model(mx.array(piece)[None], cache=cache)[0].astype(mx.float32)
+            mx.eval(rows, [c.state for c in cache])
+            made.append(_host(rows))
+        return np.concatenate(made)
+
+    @cached_property
+    def exact(self) -> np.ndarray:
+        """The same by the oracle, in one pass, float32 ``[rows, vocabulary]``.
+
+        Raises:
+            ValueError: there is no oracle.
+        """
+        if self.oracle is None:
+            raise ValueError("this recording has no oracle; give it one to compare end to end")
+        self.oracle.reset()
+        made = _host(self.oracle.logits(self.tokens, "prefill"))[self.context :]
+        self.oracle.reset()
+        return made
+
+    def _cache(self) -> list[Any]:
+        """MLX-LM's cache after the context, to go on from."""
+        return copy.deepcopy(self._start)
+
+    @cached_property
+    def _start(self) -> list[Any]:
+        cache = self.model.make_cache()
+        for piece in _cut(self.tokens[: self.context], self.chunk):
+            self.model(mx.array(piece)[None], cache=cache)
+            mx.eval([c.state for c in cache])
+        return cache
+
+
+def _cut(tokens: list[int], chunk: int) -> list[list[int]]:
+    return [tokens[at : at + chunk] for at in range(0, len(tokens), chunk)]
+
+
 @dataclass
 class Comparison:
     """Everything that was compared; `pairs` and `routed` are what `ablations.guard.synthetic_check` judges.
@@ -111,41 +188,20 @@ class Comparison:
     faults: list[str] = field(default_factory=list)
 
 
-def compare(
-    engine: Engine,
-    model: Any,
-    tokens: Sequence[int],
-    *,
-    chunk: int,
-    context: int = 0,
-    limits: SyntheticThresholds,
-    judged: str = "engine",
-) -> Comparison:
+def compare(engine: Engine, recording: Recording, *, limits: SyntheticThresholds, judged: str = "engine") -> Comparison:
     """Give every layer of `engine` the inputs that MLX-LM's layer had.
 
     Args:
-        engine: its own sequence stays untouched. model: an mlx_lm model of the same architecture.
-        tokens: with `context` 0 all of them in passes of `chunk` (the prefill path); else MLX-LM alone takes the first
-            `context` of them, and the rest goes a row at a time (the decode path).
+        engine: its own sequence stays untouched. recording: of an mlx_lm model of the same architecture.
         judged: ``"engine"``, or ``"baseline"`` where the engine is the oracle and MLX-LM is on trial.
     """
     made = Comparison()
     layers = [_Layer(engine, index, limits, judged) for index in range(engine.config.num_hidden_layers)]
-    cache = model.make_cache()
-    if context:
-        for at in range(0, context, chunk):
-            model(mx.array(list(tokens[at : min(at + chunk, context)]))[None], cache=cache)
-            mx.eval([c.state for c in cache])
-        pieces = [[token] for token in tokens[context:]]
-    else:
-        pieces = [tokens[at : at + chunk] for at in range(0, len(tokens), chunk)]
     ends = _Ends(engine, judged)
-    for piece in pieces:
-        last = None
-        for last in steps(model, cache, piece):
-            layers[last.index].add(last)
-        assert last is not None
-        ends.add(model, piece, last.after)
+    for piece, passed in zip(recording.pieces, recording.steps, strict=True):
+        for step in passed:
+            layers[step.index].add(step)
+        ends.add(recording.model, piece, passed[-1].after)
         made.rows += len(piece)
     for layer in layers:
         layer.into(made)

@@ -19,6 +19,7 @@ from engine.generate import Engine
 from engine.synthetic import make_weights, tiny_config
 from engine.weights import Matrix, Weights
 from sweeps.guard import compare_logits, layerwise
+from sweeps.layers import Recording
 from sweeps.subjects.engine import EngineSubject
 from sweeps.subjects.mlx_lm import MlxLm
 from sweeps.subjects.shared import build_lm_model
@@ -131,8 +132,8 @@ PREFILL_TOO = [scale_off_by_one_group, shared_gate_skipped, state_in_bfloat16]
 
 def by_layers(engine: Engine, model: Any, phase: str):
     if phase == "prefill":
-        return layerwise(engine, model, TOKENS[:CONTEXT], chunk=16)
-    return layerwise(engine, model, TOKENS[: CONTEXT + STEPS], context=CONTEXT, chunk=16)
+        return layerwise(engine, Recording(model, TOKENS[:CONTEXT], chunk=16))
+    return layerwise(engine, Recording(model, TOKENS[: CONTEXT + STEPS], context=CONTEXT, chunk=16))
 
 
 def by_logits(engine: Engine, model: Any, phase: str):

@@ -8,6 +8,7 @@ import sys
 import types
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_map_with_path
 
@@ -17,6 +18,7 @@ from engine.synthetic import tiny_config, write_checkpoint
 from sweeps import baseline
 from sweeps.clock import ManualClock
 from sweeps.guard import PointGuard, Scope, paths, same_path
+from sweeps.layers import Recording, steps
 from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.prompts import Prompts, WordEncoder
 from sweeps.store import write_job
@@ -88,6 +90,84 @@ def test_random_weights_are_checked_layer_by_layer_once_for_all_frontiers(synthe
 
     monkeypatch.setattr(PointGuard, "_layers", again)
     assert guard(Point("q", "decode", 512, 1)) == made
+
+
+ARMS = [
+    engine_arm("full", "e"),
+    engine_arm("plain", "p", gated_delta="reference"),
+    engine_arm("routed", "r", route="reference"),
+]
+
+
+def count_passes(monkeypatch, shared) -> dict[str, int]:
+    """Counts, from now on, rows through MLX-LM's first layer and passes of the oracle over a text."""
+    counts = {"mlx_lm": 0, "oracle": 0}
+    mixer = shared.lm_model.language_model.model.layers[0].linear_attn
+    run, make_oracle = type(mixer).__call__, baseline.make_oracle
+
+    def mixed(self, x, *rest):
+        counts["mlx_lm"] += x.shape[1] if self is mixer else 0
+        return run(self, x, *rest)
+
+    def counted(shared):
+        oracle = make_oracle(shared)
+        logits = oracle.logits
+
+        def passed(*given):
+            counts["oracle"] += 1
+            return logits(*given)
+
+        oracle.logits = passed  # type: ignore[method-assign]
+        return oracle
+
+    monkeypatch.setattr(type(mixer), "__call__", mixed)
+    monkeypatch.setattr(baseline, "make_oracle", counted)
+    return counts
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_more_arms_take_no_more_passes_of_what_they_are_held_against(synthetic, monkeypatch, phase):
+    """And each arm's check is what it would be alone."""
+    alone, point = {}, Point("p", phase, 256, 1)
+    for arm in ARMS:
+        alone |= guard_for(synthetic, job(SYNTHETIC, [arm]))(point)
+    counts = count_passes(monkeypatch, synthetic)
+    guard = guard_for(synthetic, job(SYNTHETIC, ARMS))
+    assert guard(point) == alone and all(check["passed"] for check in alone.values())
+    assert "end_to_end_error" in alone["full"]["figures"] and alone["full"] != alone["plain"]
+    rows, single = SMALL.rows, SMALL.steps
+    # A layer at a time and end to end: what is compared twice, what comes before it once.
+    assert counts == {"mlx_lm": 2 * rows if phase == "prefill" else rows + 2 * single, "oracle": 1}
+    assert not guard._recordings and guard._oracle is None, "held while windows are timed"
+
+
+def test_the_baselines_gate_shares_the_passes_of_a_prefill(synthetic, monkeypatch):
+    counts = count_passes(monkeypatch, synthetic)
+    made = guard_for(synthetic, job(SYNTHETIC, [BASELINE, ARMS[0]]))(Point("p", "prefill", 256, 1))
+    assert all(check["passed"] for check in made.values())
+    assert counts == {"mlx_lm": 2 * SMALL.rows, "oracle": 1}
+
+
+@pytest.mark.parametrize("context", [0, 20])
+def test_a_recording_holds_every_layer_as_it_was(synthetic, context):
+    """MLX-LM's cache advances under the recorded states; what they hold must not."""
+    model, cache, text = synthetic.lm_model, synthetic.lm_model.make_cache(), TEXT[:24]
+    pieces = [[token] for token in text[20:]] if context else [text[at : at + 7] for at in range(0, 24, 7)]
+    for at in range(0, context, 7):
+        model(mx.array([text[at : min(at + 7, context)]]), cache=cache)
+    live = []
+    for piece in pieces:
+        for step in steps(model, cache, piece):
+            live.append([np.array(x) for x in (step.before, step.after, *(step.state or ()), *step.made)])
+    recording = Recording(model, text, context=context, chunk=7)
+    held = [step for passed in recording.steps for step in passed]
+    end_to_end = recording.baseline
+    for step, want in zip(held, live, strict=True):
+        got = [np.array(x) for x in (step.before, step.after, *(step.state or ()), *step.made)]
+        assert all(np.array_equal(*both) for both in zip(got, want, strict=True))
+    outer = model.language_model
+    rows = [np.array(outer.lm_head(outer.model.norm(passed[-1].after))[0]) for passed in recording.steps]
+    np.testing.assert_allclose(end_to_end, np.concatenate(rows), rtol=1e-5, atol=1e-5)
 
 
 def test_trained_weights_are_checked_by_their_logits_against_the_contrasts_reference(checkpoint):
