@@ -7,8 +7,10 @@
 // scale · sum + bias · (sum of those x). An 8-bit code is read as two 4-bit ones, so a word holds 16 of them and its
 // row is twice as long; nothing else differs. All arithmetic is in float32.
 //
-// Inputs wait in threadgroup memory in the order in which lanes read them, input i of a word divided by 16^(i % 4): a
-// code is then multiplied where it stands in its half of a word, without a shift.
+// A code becomes a number without a conversion: put into the mantissa of 1.0 it is 1 + code / 16 (or 1 + code / 256, the
+// lower of two that one shift has put there). Inputs wait in threadgroup memory in the order in which lanes read them,
+// times 16 or 256; the ones that each product has too many add up to the sum of those inputs, with which a dot product
+// begins, negative. In float32 that costs up to 5 bits of 24.
 //
 // Offsets fit in 32 bits: the largest matrix, 248320 × 2048 in 4 bits, has 2^24 16-byte words.
 
@@ -54,6 +56,7 @@ const float epsilon = as_type<float>(EPS_BITS);
 
 THREADGROUP_ARRAY(float, shared_x, ROWS * STEPS * SPAN * 32);
 THREADGROUP_ARRAY(float, shared_sums, ROWS * STEPS * SPAN);
+THREADGROUP_ARRAY(float, shared_ones, ROWS * STEPS * SPAN);
 THREADGROUP_ARRAY(float, shared_squares, PROLOGUE == 1 ? SIMDGROUPS * ROWS : 1);
 THREADGROUP_ARRAY(uint, shared_best, BEST ? SIMDGROUPS * ROWS * 2 : 1);
 
@@ -151,7 +154,7 @@ UNROLL for (int pass = 0; pass < PASSES; ++pass) {
 
 uint turn = 0u;
 uint round = 0u;  // of the turn, of those that are asked for
-for (uint q = 0u; q <= rounds; ++q) {
+for (uint q = 0u;; ++q) {
   // Round q - 1, which is to be used, and whether its chunk's inputs have to be made ready for it.
   const uint used = round == 0u ? turn_rounds - 1u : round - 1u;
   const uint used_turn = round == 0u ? turn - 1u : turn;
@@ -172,17 +175,17 @@ for (uint q = 0u; q <= rounds; ++q) {
     }
   }
 
+  // Beyond the last output or word the last one is read again: its sum is not kept, or its inputs are zeros.
   uint next[AHEAD][OUTPUTS][4];
   T next_scale[AHEAD][OUTPUTS];
   T next_bias[AHEAD][OUTPUTS];
-  UNROLL for (int a = 0; a < AHEAD; ++a) {
-    const uint at = (round * uint(AHEAD) + uint(a)) * uint(SPAN) + sub;
-    UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-      UNROLL for (int i = 0; i < 4; ++i) next[a][r][i] = 0u;
-      next_scale[a][r] = T(0.0f);
-      next_bias[a][r] = T(0.0f);
-      const uint output = group * SHARE + turn * BLOCK + first_output + uint(r);
-      if (q < rounds && output < outputs && at < words) {
+  if (q < rounds) {
+    UNROLL for (int a = 0; a < AHEAD; ++a) {
+      const uint wanted = (round * uint(AHEAD) + uint(a)) * uint(SPAN) + sub;
+      const uint at = wanted < words ? wanted : words - 1u;
+      UNROLL for (int r = 0; r < OUTPUTS; ++r) {
+        const uint asked = group * SHARE + turn * BLOCK + first_output + uint(r);
+        const uint output = asked < outputs ? asked : outputs - 1u;
         const uint4 four = weight[output * words + at];
         next[a][r][0] = four.x;
         next[a][r][1] = four.y;
@@ -232,11 +235,19 @@ for (uint q = 0u; q <= rounds; ++q) {
             UNROLL for (int i = 0; i < 8; ++i) value[i] *= sigmoid_of(by[i]) * (PROLOGUE == 2 ? by[i] : 1.0f);
           }
         }
+        // An 8-bit code is two 4-bit ones of the same input, the upper of them worth 16 times as much.
         float total = 0.0f;
+        float ones = 0.0f;
         UNROLL for (int i = 0; i < 8; ++i) total += value[i];
+        UNROLL for (int i = 0; i < 8; ++i) ones += value[i] * (wide ? 512.0f : i % 2 == 0 ? 256.0f : 16.0f);
         total += simd_shuffle_xor(total, ushort(1));
+        ones += simd_shuffle_xor(ones, ushort(1));
         const float other = simd_shuffle_xor(total, ushort(2));
-        if (!wide) total += other;
+        const float other_ones = simd_shuffle_xor(ones, ushort(2));
+        if (!wide) {
+          total += other;
+          ones += other_ones;
+        }
         if (here < chunk_inputs) {
           const uint code = wide ? here * 2u : here;  // 4-bit codes before the first of these inputs
           const uint place = t * uint(STEPS) + code / uint(32 * SPAN);
@@ -245,22 +256,25 @@ for (uint q = 0u; q <= rounds; ++q) {
           float4 four;
           if (wide) {
             UNROLL for (int h = 0; h < 4; ++h) {
-              four.x = value[2 * h];
-              four.y = value[2 * h];
-              four.z = value[2 * h + 1] * 0.00390625f;
+              four.x = value[2 * h] * 256.0f;
+              four.y = four.x;
+              four.z = value[2 * h + 1] * 256.0f;
               four.w = four.z;
               to[h * SPAN] = four;
             }
           } else {
             UNROLL for (int h = 0; h < 2; ++h) {
-              four.x = value[4 * h];
-              four.y = value[4 * h + 1] * 0.0625f;
-              four.z = value[4 * h + 2] * 0.00390625f;
-              four.w = value[4 * h + 3] * 0.000244140625f;
+              four.x = value[4 * h] * 256.0f;
+              four.y = value[4 * h + 1] * 16.0f;
+              four.z = value[4 * h + 2] * 256.0f;
+              four.w = value[4 * h + 3] * 16.0f;
               to[h * SPAN] = four;
             }
           }
-          if (code % 32u == 0u) shared_sums[place * uint(SPAN) + by_lane] = total;
+          if (code % 32u == 0u) {
+            shared_sums[place * uint(SPAN) + by_lane] = total;
+            shared_ones[place * uint(SPAN) + by_lane] = ones;
+          }
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -277,15 +291,20 @@ for (uint q = 0u; q <= rounds; ++q) {
 
     UNROLL for (int a = 0; a < AHEAD; ++a) {
       float dot[OUTPUTS][ROWS];
-      UNROLL for (int r = 0; r < OUTPUTS; ++r) {
-        UNROLL for (int t = 0; t < ROWS; ++t) dot[r][t] = 0.0f;
+      UNROLL for (int t = 0; t < ROWS; ++t) {
+        const float ones = shared_ones[(uint(t * STEPS) + step + uint(a)) * uint(SPAN) + sub];
+        UNROLL for (int r = 0; r < OUTPUTS; ++r) dot[r][t] = -ones;
       }
       UNROLL for (int half_word = 0; half_word < 8; ++half_word) {
         float code[OUTPUTS][4];
         UNROLL for (int r = 0; r < OUTPUTS; ++r) {
           const uint both = word[a][r][half_word / 2];
-          const uint bits = half_word % 2 == 0 ? both : both >> 16;
-          UNROLL for (int i = 0; i < 4; ++i) code[r][i] = masked_number(bits, 0xfu << (4 * i));
+          const uint first = half_word % 2 == 0 ? both << 15 : both >> 1;
+          const uint second = half_word % 2 == 0 ? both << 7 : both >> 9;
+          code[r][0] = as_type<float>(masked_or(first, 0x78000u, 0x3f800000u));
+          code[r][1] = as_type<float>(masked_or(first, 0x780000u, 0x3f800000u));
+          code[r][2] = as_type<float>(masked_or(second, 0x78000u, 0x3f800000u));
+          code[r][3] = as_type<float>(masked_or(second, 0x780000u, 0x3f800000u));
         }
         UNROLL for (int t = 0; t < ROWS; ++t) {
           const uint place = uint(t * STEPS) + step + uint(a);
@@ -334,6 +353,7 @@ for (uint q = 0u; q <= rounds; ++q) {
     }
   }
 
+  if (q == rounds) break;
   // A turn's first round begins its sums anew.
   if (round == 0u) {
     UNROLL for (int r = 0; r < OUTPUTS; ++r) {

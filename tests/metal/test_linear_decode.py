@@ -157,8 +157,13 @@ def test_accesses_are_clean_and_each_weight_is_read_once(turn, monkeypatch):
     ordered = sorted(case.matrices, key=lambda m: case.rows * m[0] % 8 != 0)
     for number, (outputs, bits) in enumerate(ordered):
         codes = traffic[f"weight{number}"]
-        assert codes.loaded == outputs * case.inputs * bits // 8
-        assert codes.lines <= 1.1 * codes.ideal
+        # Lanes past the last output or word read that one again: no line of memory more for a word, one for an output.
+        shape = dict(launch.template)
+        span = int(shape["SPAN"])
+        block = launch.threadgroup[0] * int(shape["OUTPUTS"]) // span
+        rows, words = -(-outputs // block) * block, case.inputs * bits // 128
+        assert codes.loaded == rows * -(-words // span) * span * 16
+        assert codes.lines <= 1.1 * rows * words * 16 / 128
         # Lanes on one group of 64 load its scale together: one access of one line, though every lane asks.
         scales = traffic[f"scales{number}"]
         assert scales.loaded == traffic[f"biases{number}"].loaded == codes.loaded // 16 * 2
@@ -182,7 +187,8 @@ def test_threadgroups_that_work_off_several_blocks(turn, monkeypatch):
     assert error(CASES[turn], "bfloat16", "2x2") <= OP.tolerance["bfloat16"]
     ((launch, traffic),) = simulated.traffic
     assert dict(launch.template)["LOOP"] > 1
-    assert traffic["weight0"].loaded == launch.inputs[launch.kernel.inputs.index("weight0")].nbytes
+    codes = launch.inputs[launch.kernel.inputs.index("weight0")]
+    assert codes.nbytes <= traffic["weight0"].loaded < 3 * codes.nbytes  # the last row again where a block has fewer
 
 
 def test_every_number_of_rows_agrees(monkeypatch):
@@ -205,8 +211,11 @@ def test_head_finds_the_best_token_in_two_launches(rows, tile, full, logits, mon
     assert relative_rms(best, want.max(axis=-1)) <= OP.tolerance["float32"]
     assert len(simulated.traffic) == 2
     first = simulated.traffic[0][1]
-    # The padded tail is not read, and logits are not written unless they are asked for.
-    assert first["weight0"].loaded == 261 * 256 // 2
+    # The padded tail lies in other memory than what is read (lanes without an output read the last one again), and
+    # logits are not written unless they are asked for.
+    launch = simulated.traffic[0][0]
+    assert launch.inputs[launch.kernel.inputs.index("weight0")].shape == (261, 32)
+    assert 261 <= first["weight0"].lines < 261 + 32
     if logits:
         assert relative_rms(rest[0], want) <= OP.tolerance["float32"]
         assert first["out"].stored == rows * 261 * 4
@@ -326,11 +335,11 @@ RUN = {
     "outputs past the last": (0, "sub < uint(OUTPUTS) && output < outputs", "sub < uint(OUTPUTS)", {"bounds"}),
     "weights past the last": (
         0,
-        "if (q < rounds && output < outputs && at < words) {",
-        "if (q < rounds && at < words) {",
+        "asked < outputs ? asked : outputs - 1u",
+        "asked",
         {"bounds"},
     ),
-    "words past the row's end": (2, "output < outputs && at < words", "output < outputs", {"bounds"}),
+    "words past the row's end": (2, "wanted < words ? wanted : words - 1u", "wanted", {"bounds"}),
     "padding left unwritten": (2, "if (here < chunk_inputs) {", "if (inside) {", {"uninitialised"}),
     "lanes of a span that write the same": (3, "if (sub < uint(OUTPUTS) && ", "if (", {"race"}),
     "a sum over lanes that some skip": (
@@ -380,8 +389,9 @@ def test_the_checked_run_reports(name, monkeypatch):
     ("old", "new"),
     [
         ("biases[output * groups + (at >> group_shift)]", "biases[output * groups]"),
-        ("four.w = value[4 * h + 3] * 0.000244140625f;", "four.w = value[4 * h + 3] * 0.00390625f;"),
-        ("if (!wide) total += other;", "total += other;"),
+        ("four.w = value[4 * h + 3] * 16.0f;", "four.w = value[4 * h + 3] * 17.0f;"),
+        ("if (!wide) {\n          total += other;", "{\n          total += other;"),
+        ("i % 2 == 0 ? 256.0f : 16.0f", "256.0f"),
         ("squares * (1.0f / float(INPUTS))", "squares * (1.0f / float(chunk_inputs))"),
         ("multiply_add(float(bias[a][r]), total, sum[r][t])", "multiply_add(float(bias[a][r]), dot[r][t], sum[r][t])"),
     ],
