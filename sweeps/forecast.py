@@ -8,7 +8,7 @@ one prefill chunk; a frontier that does not fit is skipped by the plan with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,11 @@ class Machine:
         name: chip, as people call it. kind: ``"metal"``, ``"cuda"`` or ``"cpu"``.
         memory_bytes: unified, GPU or system memory. working_set_bytes: what MLX may hold without paging.
         bandwidth: bytes a second that decode reaches on weights. flops: operations a second that prefill reaches.
-        launch_seconds: fixed cost of one decode step.
+        launch_seconds: fixed cost of one decode step of the whole engine.
         slow_scan: whether MLX-LM's Gated DeltaNet runs a token at a time.
+        steps: fixed cost in seconds of a decode step that the host holds back, by kind (see `Forecast.kind`); a kind
+            that is missing costs `launch_seconds`.
+        pass_seconds: fixed cost of one pass of a prefill.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Machine:
     flops: float
     launch_seconds: float
     slow_scan: bool = False
+    steps: Mapping[str, float] = field(default_factory=dict)
+    pass_seconds: float = 0.01
 
     @property
     def itemsize(self) -> int:
@@ -95,8 +100,9 @@ def apple(chip: str, memory_gb: float, working_set_bytes: int | None = None) -> 
 
 
 def cuda(name: str, memory_bytes: int) -> Machine:
-    """A CUDA accelerator; rates are those seen on a data-centre GPU, where a step is bound by its launches."""
-    return Machine(name, "cuda", memory_bytes, int(0.95 * memory_bytes), 1.5e12, 5e13, 6e-3, True)
+    """A CUDA accelerator; rates are those of an H200, where a step that is no recording is bound by its host."""
+    steps = {"separate": 15e-3, "eager": 25e-3, "plain": 80e-3}
+    return Machine(name, "cuda", memory_bytes, int(0.95 * memory_bytes), 4e12, 1.8e14, 1.3e-3, True, steps, 0.02)
 
 
 def cpu(name: str, memory_bytes: int, cores: int = 2) -> Machine:
@@ -208,17 +214,38 @@ class Probe:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of single pieces of work of one model on one machine; measured where `probe` covers the arm."""
+    """Seconds of single pieces of work of one model on one machine; measured where `probe` covers the arm.
+
+    arms: engine settings by arm name, as nested values, empty for other subjects; an arm that is missing is taken for
+    the whole engine.
+    """
 
     config: ModelConfig
     machine: Machine
     weights: int | None = None
     probe: Probe | None = None
+    arms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of all weights."""
         return self.weights or weight_bytes(self.config, itemsize=self.machine.itemsize)
+
+    def kind(self, arm: str) -> str:
+        """How an arm is driven: ``whole``, ``separate`` (no folded step that is recorded), ``eager`` or ``plain``."""
+        settings = self.arms.get(arm)
+        if settings is None:
+            return "whole"
+        if not settings:
+            return "eager"
+        decode, experts = settings["decode"], settings["experts"]["variant"]
+        if settings["route"] in _PLAIN or settings["linear"] in _PLAIN or experts in _PLAIN:
+            return "plain"
+        if decode["trace"] == "eager":
+            return "eager"
+        kernels = (experts, settings["decode_attention"]["variant"], decode["trace"], decode["fusion"])
+        whole = settings["cache"]["layout"] == "contiguous" and set(kernels) <= _WHOLE
+        return "whole" if whole else "separate"
 
     def prefill(self, arm: str, tokens: int, subject: str = "engine", chunk: int = 2048) -> float:
         """Seconds of one prefill of `tokens` into an empty cache."""
@@ -227,12 +254,16 @@ class Forecast:
             return _scaled(measured, tokens, self.config)
         chunks = math.ceil(tokens / chunk)
         weights = self.weights_bytes * chunks / self.machine.bandwidth
-        seconds = prefill_flops(self.config, tokens) / self.machine.flops + weights + 0.01 * chunks
-        if subject == "mlx_lm" and self.machine.slow_scan:
+        seconds = prefill_flops(self.config, tokens) / self.machine.flops + weights + self.machine.pass_seconds * chunks
+        if self.machine.slow_scan and (subject == "mlx_lm" or self._loops(arm)):
             # Without a fused Gated DeltaNet the scan is a loop over tokens in Python, a dozen launches for each.
-            each = 1.1e-4 if self.machine.kind == "cuda" else 6e-5
+            each = 1.3e-4 if self.machine.kind == "cuda" else 6e-5
             seconds += tokens * len(self.config.linear_layers) * each
-        return seconds
+        return seconds + chunks * self.machine.steps.get(self.kind(arm), 0.0)
+
+    def _loops(self, arm: str) -> bool:
+        """Whether an engine arm scans token by token on an accelerator that would do better."""
+        return self.machine.kind == "cuda" and self.arms.get(arm, {}).get("gated_delta") in ("recurrence", "reference")
 
     def decode(self, arm: str, position: int, tokens: int) -> float:
         """Seconds of `tokens` decode steps at `position`."""
@@ -243,13 +274,31 @@ class Forecast:
         # The recurrent state is read and written; keys and values are read.
         moved = token_bytes(self.config, self.weights, size) + 2 * self.config.state_bytes(size)
         moved += self.config.cache_bytes_per_token(size) * position
-        return tokens * (moved / self.machine.bandwidth + self.machine.launch_seconds)
+        fixed = self.machine.steps.get(self.kind(arm), self.machine.launch_seconds)
+        return tokens * (moved / self.machine.bandwidth + fixed)
 
     def start(self) -> float:
         """Seconds from spawning a worker process to its weights being ready and warm caches made."""
         if self.probe and self.probe.start_seconds is not None:
             return self.probe.start_seconds
-        return 4.0 + self.weights_bytes / (2 * GB)
+        return 4.0 + self.weights_bytes / ((5 if self.machine.kind == "cuda" else 2) * GB)
+
+    def guard_synthetic(self, arms: Iterable[str], rows: int, baseline: str) -> float:
+        """Seconds in which distinct engine arms are held, layer by layer, against one recording of MLX-LM's passes.
+
+        Args:
+            rows: tokens of the text. baseline: name of MLX-LM's arm, for its probe.
+        """
+        # Comparing on the host goes with the model's size, whoever computes it.
+        once = 4 * self.prefill(baseline, rows, "mlx_lm") + 2.0 * self.weights_bytes / GB
+        return once + sum(4 * self.prefill(arm, rows) + 0.5 * self.weights_bytes / GB for arm in arms)
+
+
+_PLAIN = frozenset({"host", "reference", "expanded", "grouped", "expanded_grouped"})
+"""Variants that wait for the host, or expand weights, in every layer."""
+
+_WHOLE = frozenset({"best", "metal", "replay", "full"})
+"""Values under which a step is one recording of our own kernels."""
 
 
 def _scaled(measured: list[tuple[int, float]], tokens: int, config: ModelConfig) -> float:

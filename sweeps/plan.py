@@ -130,7 +130,8 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
     asked = Builder(request.engine, request.engine_name, request.toggles, request.engine_fields, machine.kind)
     arms, contrasts = _arms(request, asked)
     chunk = max((arm.config["prefill"]["chunk"] for arm in arms if arm.config), default=2048)
-    forecast = Forecast(model.config, machine, model.weights_bytes, probe)
+    known = {arm.name: arm.config for arm in arms if arm.subject in ("engine", "mlx_lm")}
+    forecast = Forecast(model.config, machine, model.weights_bytes, probe, known)
     plan = _Planner(request, model, arms, chunk, forecast)
     points = plan.points()
     dropped = plan.fit(points)
@@ -485,16 +486,14 @@ class _Planner:
         """Seconds of the quality guard: every distinct engine arm against the reference, by each phase."""
         scope = Scope.on(self.machine.kind, self.model.config.max_position_embeddings)
         distinct = {arm.hash: arm for arm in self.arms if arm.subject == "engine"}
+        if self.model.synthetic:
+            baseline = next((arm.name for arm in self.arms if arm.subject == "mlx_lm"), "mlx_lm")
+            names = [arm.name for arm in distinct.values()]
+            return self.forecast.guard_synthetic(names, scope.rows + scope.steps, baseline)
         return sum(self._guard(arm, scope) for arm in distinct.values())
 
     def _guard(self, arm: Arm, scope: Scope) -> float:
-        forecast = self.forecast
-        if self.model.synthetic:
-            # Layer by layer beside MLX-LM, and both against a float32 pass.
-            baseline = next((a.name for a in self.arms if a.subject == "mlx_lm"), arm.name)
-            rows = scope.rows + scope.steps
-            return 4 * forecast.prefill(arm.name, rows) + 4 * forecast.prefill(baseline, rows, "mlx_lm")
-        total = 0.0
+        forecast, total = self.forecast, 0.0
         for context in scope.contexts:
             # The cache is filled for both sides, and the reference runs twice over the compared positions.
             total += 2 * forecast.prefill(arm.name, context) * len(self.request.phases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ablations.arms import arm_config, preset
 from engine.config import ModelConfig
 from engine.memory import packed_bytes
 from sweeps import ceilings
@@ -120,6 +121,39 @@ def test_baseline_without_a_fused_scan_is_slow_off_metal():
     forecast = Forecast(REAL, cuda("H200", 150 * 10**9))
     slow, fast = (2048 / forecast.prefill("x", 2048, subject=subject) for subject in ("mlx_lm", "engine"))
     assert slow < 700 < fast
+
+
+def test_rates_of_an_h200_are_met_within_a_third():
+    forecast = Forecast(REAL, cuda("H200", 150 * 10**9))
+    prefills = {512: 10_800, 2048: 24_600, 8192: 22_000, 32_768: 16_300, 131_072: 9150}
+    decodes = {256: 585, 4096: 571, 32_768: 524, 131_072: 421}
+    for frontier, rate in prefills.items():
+        assert frontier / forecast.prefill("x", frontier) == pytest.approx(rate, rel=1 / 3)
+    for frontier, rate in decodes.items():
+        assert 1 / forecast.decode("x", frontier, 1) == pytest.approx(rate, rel=0.05)
+    assert forecast.start() == pytest.approx(8, rel=0.1)
+
+
+def test_arms_that_the_host_holds_back_are_told_apart_on_cuda():
+    """By what decodes 421 to 585, 50 to 80, 33 to 47 and about 12 tokens a second on an H200."""
+    known = {name: preset(name).to_dict() for name in ("full", "plain")}
+    known["unfused"] = arm_config("full", {"fusion": "off"}, device="cuda").to_dict()
+    known["paged"] = arm_config("full", {"cache_layout": "paged"}, device="cuda").to_dict()
+    known["overlap"] = arm_config("full", {"phase_overlap": "on"}, device="cuda").to_dict()
+    forecast = Forecast(REAL, cuda("H200", 150 * 10**9), arms=known | {"mlx_lm": {}})
+    rates = {name: 1 / forecast.decode(name, 4096, 1) for name in forecast.arms}
+    assert rates["full"] > 500 and 10 < rates["plain"] < 14 and 33 < rates["mlx_lm"] < 47
+    assert all(50 < rates[name] < 80 for name in ("unfused", "paged", "overlap"))
+    assert 256 / forecast.prefill("mlx_lm", 256, "mlx_lm") == pytest.approx(250, rel=0.1)
+    assert forecast.prefill("plain", 2048) > 50 * forecast.prefill("full", 2048), "its scan goes token by token"
+    mac = Forecast(REAL, apple("M4 Max", 64), arms=known)
+    assert mac.decode("plain", 4096, 1) == mac.decode("full", 4096, 1)
+
+
+def test_the_guard_records_mlx_lm_once_for_all_arms():
+    forecast = Forecast(REAL, cuda("H200", 150 * 10**9))
+    one, three = (forecast.guard_synthetic(names, 264, "mlx_lm") for names in ("a", "abc"))
+    assert one == pytest.approx(50, rel=0.15) and (three - one) / 2 == pytest.approx(10, rel=0.15)
 
 
 def test_a_probe_is_used_between_and_beyond_its_lengths():

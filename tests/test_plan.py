@@ -351,14 +351,16 @@ def test_the_published_tensor_list_plans_on_every_size_of_mac(chip, memory_gb, l
 
 
 def test_on_a_borrowed_accelerator_the_dry_run_states_device_minutes_and_parts():
-    planned = made("sweep=borrowed", "ablation=gqa_packing", "subject=none", machine=cuda("H200", 150 * 10**9))
+    planned = made(
+        "sweep=borrowed", "ablation=gqa_packing", "subject=none", "part=90s", machine=cuda("H200", 150 * 10**9)
+    )
     assert (planned.job.sessions, {p.blocks for p in planned.job.points}) == (5, {2})
-    assert planned.job.settings["part_seconds"] == 480
-    useful = 480 - planned.start_seconds
+    assert planned.job.settings["part_seconds"] == 90
+    useful = 90 - planned.start_seconds
     assert planned.parts == -(-(planned.seconds - 5 * planned.start_seconds) // useful) > 1
     out = io.StringIO()
     preview.show(planned, Console(file=out, width=140))
-    minutes = f"{planned.seconds / 60:.0f} min, in {planned.parts} parts of at most 8 min"
+    minutes = f"{planned.seconds / 60:.0f} min, in {planned.parts} parts of at most 90 s"
     assert f"Device time: {minutes}: give the same command {planned.parts} times" in out.getvalue()
 
 
