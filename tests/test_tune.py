@@ -36,7 +36,7 @@ from sweeps.tune import COSTS, DRAFTS, RULE, STEP, Cell, Tuner, tune
 CONFIG = tiny_config(max_position_embeddings=1024)
 POINTS = [(name, variant.name) for name, op in OPS.items() for variant in op.variants.values()]
 CAPTURED: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
-STEP_ONLY = ("recent_decode", "rotary_decode", "step_decode")
+NO_VARIANT = ("bandwidth", "recent_decode", "rotary_decode", "step_decode")
 OWN_TILE = {"tile": "2x4"}
 Cost = Callable[[str, Mapping[str, Any]], int]
 
@@ -321,7 +321,7 @@ def test_every_kernel_text_is_part_of_what_identifies_an_op_or_the_step():
     assert {p.name for p in by_op["decode_attention"]} >= {"attention.py", "attention_decode.metal", "portable.h"}
     texts = {path for path in loader.FOLDER.glob("*.metal")}
     # What only the fused step runs is part of the step's identity.
-    assert texts - set().union(*by_op.values()) <= {loader.FOLDER / f"{t}.metal" for t in STEP_ONLY}
+    assert texts - set().union(*by_op.values()) <= {loader.FOLDER / f"{t}.metal" for t in NO_VARIANT}
 
 
 def test_identities_are_the_same_in_every_process():
