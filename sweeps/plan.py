@@ -132,7 +132,7 @@ def make(request: Request, model: Model, machine: Machine, probe: Probe | None =
     chunk = max((arm.config["prefill"]["chunk"] for arm in arms if arm.config), default=2048)
     known = {arm.name: arm.config for arm in arms if arm.subject in ("engine", "mlx_lm")}
     forecast = Forecast(model.config, machine, model.weights_bytes, probe, known)
-    plan = _Planner(request, model, arms, chunk, forecast)
+    plan = _Planner(request, model, arms, chunk, forecast, contrasts)
     points = plan.points()
     dropped = plan.fit(points)
     identity: dict[str, Any] = {
@@ -314,7 +314,16 @@ def _drafting_baseline(baseline: Arm, engine_arms: list[Arm]) -> Arm | None:
 class _Planner:
     """Points of one job, their forecasts, and the stepping down to a budget."""
 
-    def __init__(self, request: Request, model: Model, arms: list[Arm], chunk: int, forecast: Forecast) -> None:
+    def __init__(
+        self,
+        request: Request,
+        model: Model,
+        arms: list[Arm],
+        chunk: int,
+        forecast: Forecast,
+        contrasts: list[Contrast],
+    ) -> None:
+        self.contrasts = contrasts
         self.request, self.model, self.arms, self.chunk, self.forecast = request, model, arms, chunk, forecast
         self.machine = forecast.machine
         self.short = self.machine.kind == "cpu"
@@ -329,6 +338,8 @@ class _Planner:
             raise PlanError("decode.cache=shared goes with phases=[decode]: a timed prefill fills its own arm's cache")
         longest = self.request.frontiers[-1]
         engines = [a for a in reversed(self.arms) if a.subject == "engine" and not a.aa and "slowdown" not in a.options]
+        idle = {name for frontier in self.request.frontiers for name in self._idle("decode", frontier)}
+        engines = [a for a in engines if a.name not in idle and not self._impossible(a)] or engines
         return min(engines, key=lambda a: self.forecast.prefill(a.name, longest, a.subject, self._chunk_of(a))).name
 
     def points(self) -> list[Point]:
@@ -340,7 +351,7 @@ class _Planner:
             reasons = {name: unreachable or reason for name, reason in impossible.items()}
             skip = {name: reason for name, reason in reasons.items() if reason}
             for phase in self.request.phases:
-                made.append(self._point(phase, frontier, dict(skip)))
+                made.append(self._point(phase, frontier, self._idle(phase, frontier) | skip))
         if self.donor and self.serial:
             raise PlanError(
                 "decode.cache=shared needs the caches of all arms at once: use fewer arms, or decode.cache=own"
@@ -355,6 +366,31 @@ class _Planner:
         if not arm.config or "checkout" in arm.options:
             return None
         return refusal(arm.config, self.machine.kind)
+
+    def _idle(self, phase: str, frontier: int) -> dict[str, str]:
+        """Arms that only pairs of equal work ask for at a point, with the reason.
+
+        Questions that are joined share phases and frontiers, some of which one of them may have nothing to say about.
+        One that is asked alone is measured as it was asked.
+        """
+        if len(self.request.ablations) < 2:
+            return {}
+        arms = {arm.name: arm for arm in self.arms}
+        idle, needed = {}, set()
+        for contrast in self.contrasts:
+            pair = arms[contrast.arm], arms[contrast.reference]
+            reason = _same_work(contrast, *pair, phase, frontier)
+            if reason:
+                idle |= {arm.name: reason for arm in pair}
+            elif not pair[0].aa:
+                needed |= {arm.name for arm in pair}
+        return {
+            arm.name: idle[first.name]
+            for arm in self.arms
+            # A repeated arm goes with the one that it repeats.
+            for first in (next(other for other in self.arms if other.hash == arm.hash),)
+            if first.name in idle and first.name not in needed
+        }
 
     def _point(self, phase: Any, frontier: int, skip: dict[str, str]) -> Point:
         tokens = self.request.decode_tokens or (CPU_DECODE_TOKENS if self.short else DECODE_TOKENS)
@@ -604,6 +640,22 @@ class _Planner:
 
 
 # -- the rest ----------------------------------------------------------------------------------------
+
+
+def _same_work(contrast: Contrast, arm: Arm, reference: Arm, phase: str, frontier: int) -> str | None:
+    """Why the two sides of a question about toggles do the same work at a point, or None."""
+    names = [name for name in contrast.about.get("toggles", ()) if "." not in name]
+    if "ladder" in contrast.about or len(names) != 1:
+        return None
+    (name,) = names
+    acts, least = toggles.phases(name), toggles.least_context(name)
+    if name == "prefill_chunk":
+        least = min(one.config["prefill"]["chunk"] for one in (arm, reference)) + 1
+    if phase not in acts:
+        return f"{name} acts in {' and '.join(acts)} only: in {phase} its sides do the same work"
+    if frontier < least:
+        return f"{name} acts from {least} tokens on: at {frontier} its sides do the same work"
+    return None
 
 
 def _settings(

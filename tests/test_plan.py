@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ablations.arms import ArmError, differing_fields
+from ablations.arms import TOGGLES, ArmError, differing_fields
 from engine.config import EngineConfig, ModelConfig
 from sweeps import compose, models, plan, preview
 from sweeps.forecast import Probe, apple, cpu, cuda
@@ -437,3 +437,46 @@ def test_the_noise_of_a_run_is_that_of_an_arm_that_runs():
     again = next(arm for arm in job.arms if arm.aa)
     assert all(again.name not in point.skip for point in job.points)
     assert any(point.skip for point in job.points), "kernels of a GPU do not run on a CPU"
+
+
+# -- suites of toggles ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_suite_of_toggles_takes_each_out_of_the_whole_engine_and_refuses_none_on_a_gpu(phase):
+    """Every toggle has a pair that differs at every frontier, or is skipped there because both sides do the same."""
+    jobs = [made(*words, machine=cuda("H200", 150 * 10**9)).job for words in suite_jobs(f"toggles_{phase}")]
+    asked, idle = {}, {}
+    for job in jobs:
+        skips = {(point.frontier, name): reason for point in job.points for name, reason in point.skip.items()}
+        assert all("its sides do the same work" in reason for reason in skips.values())
+        assert {point.phase for point in job.points} == {phase} and job.sessions == 1
+        donor = job.settings["cache_from"]
+        assert (donor is None) == (phase == "prefill") and not {(f, donor) for f, _ in skips} & set(skips)
+        for contrast in (c for c in job.contrasts if c.about):
+            (name,) = contrast.about["toggles"]
+            assert contrast.about["directions"] == ["out"]
+            assert set(differing(job, contrast.arm, contrast.reference)) <= set(TOGGLES[name].fields)
+            asked.setdefault(name, set()).update(point.frontier for point in job.points)
+            idle.setdefault(name, set()).update(f for f, arm in skips if arm == contrast.arm)
+    want = {name for name, toggle in TOGGLES.items() if phase in toggle.phases} - {"speculative", "step_trace"}
+    if phase == "prefill":
+        assert set(asked) == want - {"cache_layout"} and asked["gdn_scan"] == {512, 2048, 8192, 32_768}
+        assert {name: at for name, at in idle.items() if at} == {"prefill_chunk": {512, 2048}}
+        return
+    assert set(asked) == want - {"gdn_scan"} | {"phase_overlap"}
+    everywhere = {256, 4096, 32_768, 131_072}
+    assert all(at == everywhere for at in asked.values())
+    assert {name: at for name, at in idle.items() if at} == {
+        "fixed_block_layout": {256, 4096},
+        "phase_overlap": everywhere,
+    }
+
+
+def suite_jobs(name: str) -> list[tuple[str, ...]]:
+    return compose.jobs(compose.parse([f"suite={name}"]))
+
+
+def test_a_question_asked_alone_is_measured_as_it_was_asked():
+    job = made("ablation=fixed_block_layout", "frontiers=[256]", "sweep=ten").job
+    assert not any("same work" in reason for point in job.points for reason in point.skip.values())
