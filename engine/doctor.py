@@ -349,6 +349,7 @@ def check_units(kind: str, everything: bool, progress: Callable[[int, int, str],
     from engine import proof
 
     names = list(proof.UNITS) if kind != "cpu" else ["step"] if everything else []
+    names = [name for name in names if kind == "cuda" or name not in proof.CUDA_ONLY]
     tests = []
     for done, name in enumerate(names):
         progress(done, len(names), name)

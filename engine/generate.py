@@ -100,6 +100,7 @@ class Engine:
         self.tuned = load_tuned(config, weights, self.dtype) if tuned is None else tuned
         folds = unfit(config, weights, self.dtype) is None
         self.ops = bind(self.engine, self.device, self.tuned, refuses, folds)
+        self._refuses = refuses
         kind = FoldedModel if self.ops.fusion != "off" else Model
         self.model = kind(config, weights, self.ops, vocabulary or config.vocab_size)
         self.trace = self._trace()
@@ -155,6 +156,8 @@ class Engine:
             return "steps are replayed as CUDA graphs; take step"
         if self.engine.decode.logprobs:
             return "log-probabilities are made outside a recorded step; take step"
+        if self._refuses is not None and (reason := self._refuses("unit", "replayed_step")) is not None:
+            return reason
         return unsupported(self.config, self.model, self.engine.cache.layout)
 
     @property

@@ -198,7 +198,7 @@ def _recent() -> float:
     return error if exact else float("inf")
 
 
-def _step(fusion: str) -> float:
+def _step(fusion: str, trace: str = "step") -> float:
     """Share of tokens that the embedded model's compiled step makes wrong, by the float32 reference of every op.
 
     `MOST_TIES` near-ties are not wrong. A logit that is not finite raises.
@@ -208,7 +208,7 @@ def _step(fusion: str) -> float:
     from engine.tiny import CHECKPOINT
 
     loaded = load(CHECKPOINT, activation_dtype(), mtp=False)
-    settings = EngineConfig(decode=DecodeConfig(trace="step", fusion=fusion))  # type: ignore[arg-type]
+    settings = EngineConfig(decode=DecodeConfig(trace=trace, fusion=fusion))  # type: ignore[arg-type]
     if fusion != "off":
         settings.decode_attention.variant = "metal"
     named: dict[str, Any] = {
@@ -241,8 +241,12 @@ UNITS: dict[str, Callable[[], float]] = {
     "recent": _recent,
     "step": lambda: _step("off"),
     "folded_step": lambda: _step("full"),
+    "replayed_step": lambda: _step("full", "replay"),
 }
 """What is tried beside the variants: errors, or for a step the share of its tokens that is wrong."""
 
-BOUNDS = {"step": 0.0, "folded_step": 0.0}
+CUDA_ONLY = ("replayed_step",)
+"""Units that only CUDA has."""
+
+BOUNDS = {"step": 0.0, "folded_step": 0.0, "replayed_step": 0.0}
 """Largest error of a unit, where it is not that of an op."""

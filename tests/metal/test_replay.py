@@ -22,6 +22,7 @@ from engine.generate import Engine
 from engine.kernels import loader, step
 from engine.kernels.loader import KernelError, Launch
 from engine.ops import bind, relative_rms
+from engine.ops.registry import VariantUnsupported
 from engine.replay import Replay, ReplayedCache, unsupported
 from engine.speculative import Draft
 from engine.synthetic import make_weights, tiny_config
@@ -289,6 +290,18 @@ def test_models_that_a_folded_step_runs_are_told_from_others(weights):
     model.weights = dataclasses.replace(weights, embed=dense.lm_head)
     assert "embed" in str(unfit(TINY, model.weights, mx.float32))
     assert "packed embedding" in str(unsupported(TINY, model, "contiguous"))
+
+
+def test_a_replay_that_fails_its_self_test_gives_way_to_the_compiled_step(weights):
+    made = engines(weights)[1]
+    made.device, made.engine.decode.trace = "cuda", "best"
+    assert made._no_replay() is None and made._trace() == "replay"
+    reasons = {("unit", "replayed_step"): "its self-test failed here, wrong tokens"}
+    made._refuses = lambda *part: reasons.get(part)
+    assert made._trace() == "step"
+    made.engine.decode.trace = "replay"
+    with pytest.raises(VariantUnsupported, match=r"trace=replay .*wrong tokens"):
+        made._trace()
 
 
 def test_a_tuned_tile_of_the_head_is_the_same_in_every_form(weights):
