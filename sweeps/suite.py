@@ -157,7 +157,7 @@ def state(name: str, requests: Sequence[Request], where: Path) -> list[Request]:
 def alone(where: Path) -> Iterator[None]:
     """Hold the suite's folder: other processes that run jobs of it wait until they may write there."""
     where.mkdir(parents=True, exist_ok=True)
-    with (where / ".lock").open("a") as file:
+    with (where / ".lock").open("a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
