@@ -36,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options that turn an expected skip into a run or a failure."""
     parser.addoption("--require-gpu", action="store_true", help="fail at once without a Metal or CUDA device")
     parser.addoption("--full", action="store_true", help="also run tests that need the real checkpoint or hours")
+    parser.addoption(
+        "--graphs", action="store_true", help="on CUDA run kernels as replayed steps do: they compile ten times faster"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
