@@ -1,6 +1,6 @@
 // What a device's memory gives at best, for other kernels to be held against (bandwidth.py): nothing is computed, and a
-// lane asks for all its words before it uses one. MLX's own elementwise kernels give each thread a single word, and with
-// that an H200 copies at five sixths of what it can.
+// lane asks for all its words before it uses one, where MLX's elementwise kernels give each thread a single word (on an
+// H200 3.67 TB/s copied by MLX, 3.6 to 3.85 by the tiles here, read at 3.5 to 4.06).
 
 // kernel: copy
 // inputs: source

@@ -13,9 +13,9 @@ How a launch is laid out, from its sizes alone:
   that the inputs are made ready less often.
 
 A tile is ``outputs x simdgroups`` (`TILES`). ``best`` is a rule on the sizes. On an H200, as graphs of launches over a
-whole model's weights, its choices took 8.6 us for the four projections into a Gated DeltaNet layer (the other tiles 9.0
-to 12.2), 8.3 for those into attention (8.2 to 11.2), 5.5 and 5.0 for those out of them (5.9 to 9.9, 5.1 to 6.1), 4.5
-for router and shared expert (4.9 to 9.1) and 96 for `lm_head` (100 to 121), each with its norm, gate and residual.
+whole model's weights, its choices took 8.6 us for the four projections into a Gated DeltaNet layer (the other tiles 9.1
+to 11.2), 8.2 for those into attention (8.4 and 9.1), 5.3 and 4.8 for those out of them (5.8 and 5.2), 4.7 for router
+and shared expert (5.0) and 86 for `lm_head` (90 to 112), each with its norm, gate and residual.
 """
 
 from __future__ import annotations
