@@ -239,6 +239,45 @@ def elsewhere(engine: Engine, executed: list[list[str]]) -> list[list[str]]:
     return [list(line) for line in sorted(made)]
 
 
+def longer(engine: Engine, executed: list[list[str]], lengths: Iterable[int]) -> list[list[str]]:
+    """`executed` of a prefill, and what prefills of other `lengths` run: other tiles, other attention far out.
+
+    As in `elsewhere` each is held against the reference of its op, at the rows of the chunk that runs it, over at most
+    `LONG` positions before it; one that is off is left out. `lengths` in tokens.
+    """
+    from engine.ops.bind import tile_of
+    from engine.ops.selftest import comparable, relative_rms
+
+    made, dtype = [tuple(line) for line in executed], str(engine.dtype).rpartition(".")[2]
+    chunk = engine.engine.prefill.chunk
+    for length in sorted(set(lengths)):
+        last = length % chunk or min(length, chunk)
+        for rows, end in sorted({(min(length, chunk), min(length, chunk)), (last, length)}):
+            # Chunks that are longer than the first also begin behind others.
+            seen = min(end, LONG + rows)
+            for bound in engine.ops.all():
+                name = bound.op.name
+                varies = bound.far or bound.tuned or "tile" in bound.prefill.settings
+                if rows <= bound.decode_rows or not varies or name == "head" or name not in {op for op, _, _ in made}:
+                    continue
+                for case in bound.op.timing(engine.config, rows, seen):
+                    arguments = bound.op.inputs(case, engine.dtype, 0)
+                    variant, settings, _ = bound.pick(rows, arguments)
+                    line = (name, variant.name, tile_of(settings))
+                    if line in made:
+                        continue
+                    want = comparable(bound.op.reference.run(*arguments))
+                    got = comparable(variant.run(*arguments, **settings))
+                    if max(map(relative_rms, got, want)) <= bound.op.tolerance[dtype]:
+                        made.append(line)
+    return [list(line) for line in sorted(made)]
+
+
+def few_rows(engine: Engine) -> list[list[str]]:
+    """``[[op, variant], …]`` that a last chunk of a few rows takes: those of decoding."""
+    return sorted([bound.op.name, bound.pick(1)[0].name] for bound in engine.ops.all())
+
+
 def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -> str | None:
     """Why a guard's check does not speak for a timed window: an op that ran there by another variant; None if it does.
 
@@ -253,9 +292,10 @@ def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -
     for op in sorted(set(seen) & set(ran)):
         # A timed prefill scores its last row only, the guard every row: the head may rightly be another variant. And a
         # last chunk of a few rows takes the variants of decoding, which the decode guard covers.
-        if prefill and (op == "head" or seen[op] & ran[op]):
+        if prefill and op == "head":
             continue
-        if other := ran[op] - seen[op]:
+        few = check["figures"].get("few_rows", ()) if prefill and seen[op] & ran[op] else ()
+        if other := {line for line in ran[op] - seen[op] if [op, line[0]] not in few}:
             return f"{op} ran as {_words(other)} in the timed window, the guard saw {_words(seen[op])}"
     return None
 
@@ -404,6 +444,7 @@ class PointGuard:
                 positions=positions,
                 chunk=int(subjects[0].describe().get("chunk") or 2048),
             )
+            check = self._at_all_lengths(check, getattr(subjects[0], "engine", None), phase)
         finally:
             for subject in subjects:
                 subject.close()
@@ -432,9 +473,18 @@ class PointGuard:
             rows, steps = self.scope.rows, self.scope.steps
             count, context = (rows, 0) if phase == "prefill" else (rows + steps, rows)
             check = layerwise(engine, self._recording(count, context, min(chunk, rows)))
+            check = self._at_all_lengths(check, engine, phase)
         finally:
             subject.close()
         return _with(check, phase=phase)
+
+    def _at_all_lengths(self, check: Check, engine: Engine | None, phase: Phase) -> Check:
+        """`check` of a prefill with what the timed lengths run beside what was compared."""
+        if phase != "prefill" or engine is None or not check.passed:
+            return check
+        lengths = [point.frontier for point in self.job.points if point.phase == "prefill"]
+        executed = longer(engine, check.figures["executed"], lengths)
+        return _with(check, executed=executed, few_rows=few_rows(engine))
 
     def _logits(self, arm: Arm, reference: Arm, phase: Phase, scope: Scope | None = None) -> Check:
         from sweeps.subjects import make
@@ -454,6 +504,7 @@ class PointGuard:
                 positions=scope.positions,
                 chunk=min(chunk, scope.positions),
             )
+            check = self._at_all_lengths(check, getattr(subjects[0], "engine", None), phase)
         finally:
             for subject in subjects:
                 subject.close()

@@ -251,10 +251,12 @@ def test_same_path():
 
 def test_same_path_of_a_prefill_allows_its_last_row_and_a_short_last_chunk():
     executed = paths([line("experts", "grouped"), line("head", "many")])
-    check = {"figures": {"executed": executed, "phase": "prefill"}}
+    check = {"figures": {"executed": executed, "phase": "prefill", "few_rows": [["experts", "single"]]}}
     tail = [line("experts", "grouped"), line("experts", "single"), line("head", "one")]
     assert same_path(check, tail) is None
     assert same_path(check, [line("experts", "single")]) is not None
+    other = [line("experts", "grouped"), line("experts", "grouped", "64")]
+    assert same_path(check, other) == "experts ran as grouped 64 in the timed window, the guard saw grouped"
     check["figures"]["phase"] = "decode"
     assert same_path(check, tail) == "experts ran as single in the timed window, the guard saw grouped"
 

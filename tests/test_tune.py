@@ -30,7 +30,7 @@ from sweeps import compose, forecast, models, plan
 from sweeps.bench import Bench, Timing, winner
 from sweeps.clock import ManualClock, SystemClock
 from sweeps.compose import UsageError
-from sweeps.guard import elsewhere, paths, same_path
+from sweeps.guard import elsewhere, few_rows, longer, paths, same_path
 from sweeps.tune import COSTS, DRAFTS, RULE, STEP, Cell, Tuner, tune
 
 CONFIG = tiny_config(max_position_embeddings=1024)
@@ -517,6 +517,27 @@ def test_a_step_tuned_by_context_is_guarded_at_all_of_them(weights):
     attention = dataclasses.replace(engine.ops.decode_attention, op=op)
     engine.ops = dataclasses.replace(engine.ops, decode_attention=attention)
     assert ["decode_attention", "matmul", "chunks"] not in elsewhere(engine, paths(engine.executed()))
+
+
+def test_a_prefill_whose_variants_go_by_length_is_guarded_at_all_timed_lengths(weights):
+    choices = tuple(Choice("prefill", rows, rows, name, {}) for rows, name in ((12, "mlx"), (48, "grouped")))
+    config = EngineConfig(decode=DecodeConfig(trace="eager"))
+    engine = Engine(CONFIG, weights, config, dtype=mx.float32, tuned=Tuned({"experts": choices}))
+    engine.prefill(list(range(12)))
+    short = paths(engine.executed())
+    engine.reset()
+    engine.reset_executed()
+    engine.prefill(list(range(48)))
+    there = engine.executed()
+    as_prefill = {"phase": "prefill", "few_rows": few_rows(engine)}
+    assert "grouped" in str(same_path({"figures": {"executed": short} | as_prefill}, there))
+    assert same_path({"figures": {"executed": longer(engine, short, [12, 48])} | as_prefill}, there) is None
+    assert longer(engine, short, [12]) == short
+    # What the op's own reference refutes stays out.
+    wrong = dataclasses.replace(OPS["experts"].variants["grouped"], run=lambda x, *_, **__: 2 * x)
+    op = dataclasses.replace(OPS["experts"], variants=OPS["experts"].variants | {"grouped": wrong})
+    engine.ops = dataclasses.replace(engine.ops, experts=dataclasses.replace(engine.ops.experts, op=op))
+    assert longer(engine, short, [12, 48]) == short
 
 
 # -- spaces, and the command ---------------------------------------------------------------------------

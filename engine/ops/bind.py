@@ -36,7 +36,7 @@ class BoundOp:
     def __call__(self, *arguments: Any, rows: int, residual: Any = None) -> Any:
         """Run the variant for `rows` new rows and count the call; a residual is added to what it returns."""
         variant, settings, chosen = self.pick(rows, arguments)
-        self.recorder.record(self.op.name, variant.name, _tile(settings), chosen)
+        self.recorder.record(self.op.name, variant.name, tile_of(settings), chosen)
         if residual is None:
             return variant.run(*arguments, **settings)
         if variant.adds:
@@ -76,7 +76,7 @@ class BoundOp:
             return []
         phase: Phase = "decode" if rows <= self.decode_rows else "prefill"
         mine = [c for c in self.tuned if c.phase == phase and c == nearest(self.tuned, phase, rows, c.context)]
-        return [(choice, _tile(choice.settings)) for choice in mine]
+        return [(choice, tile_of(choice.settings)) for choice in mine]
 
     def always(self, variant: str) -> bool:
         """Whether every call with few rows runs that variant, whatever the context."""
@@ -405,7 +405,7 @@ def _attention_settings(
     return settings
 
 
-def _tile(settings: Mapping[str, Any]) -> str:
+def tile_of(settings: Mapping[str, Any]) -> str:
     """What the record of executed ops says of the settings: the split alone, or every one that was chosen."""
     first = settings.get("split", settings.get("tile", ""))
     silent = ("split", "tile", "blocks", "min_context")
