@@ -280,10 +280,16 @@ class CacheConfig:
 
 @dataclass
 class PrefillConfig:
-    """chunk: tokens a pass. submission: ``"chunk"`` (no host wait inside) or ``"layer"`` (wait after each)."""
+    """How a prompt is worked off.
+
+    chunk: tokens a pass. submission: ``"chunk"`` (no host wait inside) or ``"layer"`` (wait after each).
+    stretch: layers that are submitted together while the host still builds the rest of a chunk, as many as the model
+        has or more for all at once; 0 is the engine's choice by device.
+    """
 
     chunk: int = 2048
     submission: Literal["chunk", "layer"] = "chunk"
+    stretch: int = 0
 
 
 @dataclass
@@ -366,7 +372,7 @@ class EngineConfig:
         return _digest(self.to_dict())
 
 
-_MAY_BE_ZERO = frozenset({"draft_vocab", "min_context"})
+_MAY_BE_ZERO = frozenset({"draft_vocab", "min_context", "stretch"})
 """Numbers for which 0 means something; all others count from 1."""
 
 

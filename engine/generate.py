@@ -61,6 +61,10 @@ LEAN = {
 """Variants whose intermediates of two layers fit `prefill_room`."""
 
 
+SHORT_CHUNK = 1024
+"""Rows up to which a chunk's scratch is so small that more of it may be submitted in pieces (`Engine._stretch`)."""
+
+
 class NonFinite(RuntimeError):
     """A logit was NaN or infinite: the run stops rather than go on with noise."""
 
@@ -203,13 +207,15 @@ class Engine:
         """
         self._check(tokens)
         chunk, total = self.engine.prefill.chunk, len(tokens)
+        stretch = self.engine.prefill.stretch
+        told = f"chunk={chunk} stretch={stretch}" if stretch else f"chunk={chunk}"
         # Filled before the pass, so that growth is never part of a chunk's own work.
         self.cache.reserve(self.position + total)
         h = before = None
         with self._bounded(min(chunk, total)):
             for start in range(0, total, chunk):
                 before, h = h, self._pass(tokens[start : start + chunk])
-                self.ops.recorder.record("prefill_pass", self.engine.prefill.submission, f"chunk={chunk}")
+                self.ops.recorder.record("prefill_pass", self.engine.prefill.submission, told)
                 if progress is not None or start + chunk >= total:
                     mx.eval(h, self.cache.arrays())
                     if progress is not None:
@@ -248,16 +254,38 @@ class Engine:
     def _pass(self, tokens: Sequence[int]) -> mx.array:
         """One eager pass over new tokens: hidden rows; the cache advances."""
         view = ExactView(self.cache, len(tokens))
-        h = self.model(mx.array(list(tokens), dtype=mx.uint32), view, self._boundary())
+        h = self.model(mx.array(list(tokens), dtype=mx.uint32), view, self._boundary(len(tokens)))
         self.cache.advance(len(tokens))
         if self.speculator is not None:
             self.speculator.observe(tokens, h if self.speculator.wants_hidden else None)
         return h
 
-    def _boundary(self) -> Boundary:
-        if self.engine.prefill.submission == "chunk":
+    def _boundary(self, rows: int) -> Boundary:
+        if self.engine.prefill.submission == "layer":
+            return lambda h: mx.eval(h)
+        count, layers = self.config.num_hidden_layers, self.engine.prefill.stretch or self._stretch(rows)
+        if layers >= count:
             return no_wait
-        return lambda h: mx.eval(h)
+        done = 0
+
+        def submit(h: mx.array) -> None:
+            nonlocal done
+            done += 1
+            if done % layers == 0 and done < count:
+                mx.async_eval(h)
+
+        return submit
+
+    def _stretch(self, rows: int) -> int:
+        """Layers of a chunk that are submitted together.
+
+        On CUDA MLX lets the host run only a few hundred launches ahead, so that a device that was handed a chunk at
+        once stands still while the next is built. On an H200, 40 layers, stretches of 8 prefilled 2,048 and 8,192
+        tokens a fifth faster and took no more memory; 512 tokens wanted stretches of 4 (40 % faster, 8: 14 %).
+        """
+        if self.device != "cuda":
+            return self.config.num_hidden_layers
+        return 4 if rows <= SHORT_CHUNK else 8
 
     def _check(self, tokens: Sequence[int]) -> None:
         if len(tokens) == 0:

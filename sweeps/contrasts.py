@@ -131,6 +131,7 @@ VISIBLE = frozenset(
         "head",
         "prefill.submission",
         "prefill.chunk",
+        "prefill.stretch",
         "decode.trace",
         "decode.feedback",
         "speculative.drafter",

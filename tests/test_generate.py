@@ -49,6 +49,13 @@ def test_every_way_of_driving_a_step_gives_the_same_tokens(weights, expected, tr
 def test_chunks_and_waits_do_not_change_the_tokens(weights, expected, chunk, submission):
     engine = make(weights, prefill=PrefillConfig(chunk=chunk, submission=submission))
     assert engine.decode(engine.prefill(IDS), 24) == expected
+    assert ("prefill_pass", f"chunk={chunk}") in {(e["op"], e["tile"]) for e in engine.executed()}
+
+
+def test_stretches_do_not_change_the_tokens_and_are_told(weights, expected):
+    engine = make(weights, prefill=PrefillConfig(chunk=64, stretch=1))
+    assert engine.decode(engine.prefill(IDS), 24) == expected
+    assert ("prefill_pass", "chunk=64 stretch=1") in {(e["op"], e["tile"]) for e in engine.executed()}
 
 
 def test_generate_yields_what_decode_does_and_ends_at_a_stop_id(weights, expected):

@@ -79,6 +79,20 @@ def test_a_chunk_waits_for_the_device_only_where_it_is_told_to(weights, monkeypa
     assert seen == ["eval"] * waits
 
 
+@pytest.mark.parametrize(("stretch", "submitted"), [(1, 3), (2, 1), (3, 1), (4, 0), (40, 0)])
+def test_a_chunk_is_submitted_in_stretches_that_nothing_waits_for(weights, monkeypatch, stretch, submitted):
+    as_on_cuda(monkeypatch, zeros)
+    engine = on_cuda(weights)
+    assert (engine._stretch(512), engine._stretch(2048)) == (4, 8)
+    engine.engine.prefill.stretch = stretch
+    engine.cache.reserve(CHUNK)
+    seen: list[str] = []
+    for name in ("eval", "async_eval", "synchronize"):
+        monkeypatch.setattr(mx, name, lambda *_, name=name: seen.append(name))
+    engine._pass(IDS[:CHUNK])
+    assert seen == ["async_eval"] * submitted
+
+
 def test_at_most_two_chunks_are_in_flight(weights, monkeypatch):
     as_on_cuda(monkeypatch, zeros)
     engine, flying, most = on_cuda(weights), 0, []
