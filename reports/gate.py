@@ -449,8 +449,11 @@ def _nothing(units: int, method: str, reason: str | None = None) -> Estimate:
     return Estimate(None, None, None, None, None, units, "session", None, None, None, (), None, None, method, reason)
 
 
-def identity(run: RunRow) -> dict[str, tuple[str, str]]:
-    """What two runs must share before their times may be held against each other: name to (kind of doubt, value)."""
+def identity(run: RunRow, prompt: Sequence[str] = ("hash", "kind")) -> dict[str, tuple[str, str]]:
+    """What two runs must share before their times may be held against each other: name to (kind of doubt, value).
+
+    prompt: what of the prompts, the first of these that is known.
+    """
     lookup = facts.lookup
     weights = lookup(run.model, ("weights_hash",))
     return {
@@ -459,18 +462,20 @@ def identity(run: RunRow) -> dict[str, tuple[str, str]]:
         "memory": ("other machine", str(lookup(run.machine, ("memory", "memory_bytes")) or facts.NOT_RECORDED)),
         "model": ("other model", facts.model_name(run)),
         "weights": ("other model", str(weights or facts.NOT_RECORDED)),
-        "prompt": ("other model", str(lookup(run.prompt, ("hash", "kind")) or facts.NOT_RECORDED)),
+        "prompt": ("other model", str(lookup(run.prompt, tuple(prompt)) or facts.NOT_RECORDED)),
         "os": ("other version", str(lookup(run.machine, ("os",)) or facts.NOT_RECORDED)),
         "mlx": ("other version", facts.version(run, "mlx")),
         "mlx_lm": ("other version", facts.version(run, "mlx_lm")),
     }
 
 
-def differences(seen: Sequence[RunRow], kept: Sequence[RunRow]) -> list[tuple[str, str, str, str]]:
+def differences(
+    seen: Sequence[RunRow], kept: Sequence[RunRow], prompt: Sequence[str] = ("hash", "kind")
+) -> list[tuple[str, str, str, str]]:
     """(name, kind of doubt, value there, value here) of everything in `identity` that differs."""
     if not seen or not kept:
         return []
-    here, there = identity(seen[0]), identity(kept[0])
+    here, there = identity(seen[0], prompt), identity(kept[0], prompt)
     return [(name, kind, there[name][1], value) for name, (kind, value) in here.items() if there[name][1] != value]
 
 
@@ -499,9 +504,10 @@ def _confirmable(seen: Study, again: Study, folder: Path) -> list[Doubt]:
     old = {run.run_id for run in seen.rows.runs}
     if any(run.run_id in old for run in again.rows.runs) or not again.rows.runs:
         raise ReportError(f"{folder}: a confirmation needs sessions of its own; run the same command again")
+    # Its seed is another one, so that its text is too: both sides of a pair read the same.
     found = [
         Doubt(kind, f"{name} is {here} in the confirmation, {there} in the run")
-        for name, kind, there, here in differences(again.rows.runs, seen.rows.runs)
+        for name, kind, there, here in differences(again.rows.runs, seen.rows.runs, prompt=("kind",))
     ]
     if _same_times(seen, again):
         found.append(Doubt("identical", "the confirmation holds the very times of the run"))

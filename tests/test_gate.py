@@ -193,6 +193,22 @@ def test_another_machine_or_version_confirms_nothing_and_is_no_baseline(
     assert kind in kinds(gate(write(tmp_path / "new", tables("new", began=5)), baseline=old))
 
 
+def test_a_confirmation_reads_text_of_its_own_of_the_same_kind(tmp_path: Path) -> None:
+    """Its seed is another one, so its prompts are; a baseline of another text is none."""
+    slow = write(tmp_path / "slow", tables("slow", 0.95))
+
+    def reading(name: str, began: int, **prompt: str) -> Path:
+        runs, samples, contrasts = tables(name, 0.95, began=began)
+        runs = [dataclasses.replace(r, prompt={**r.prompt, **prompt}) for r in runs]
+        return write(tmp_path / name, (runs, samples, contrasts))
+
+    fresh = reading("fresh", 5, hash="dcba")
+    assert gate(slow, [fresh]).code == 1
+    assert "other model" in kinds(gate(fresh, baseline=slow))
+    other = gate(slow, [reading("random", 5, kind="random")])
+    assert other.code == 2 and "prompt is random in the confirmation, text in the run" in other.reason
+
+
 def test_a_confirmation_is_later_and_is_no_copy(tmp_path: Path) -> None:
     slow = write(tmp_path / "slow", tables("slow", 0.95, began=5))
     early = write(tmp_path / "early", tables("early", 0.95, began=0))
