@@ -15,26 +15,34 @@ ROWS = 8
 class Costs:
     """What drafting costs, in passes of one row; measured from outside, because the engine has no clock.
 
-    rows: a pass of 1, 2, … 8 rows (the first is 1). draft: one drafted token. replay, states: taking rows back by a
-    replay, and keeping the state of one more row.
+    rows: a pass of 1, 2, … 8 rows (the first is 1). draft: one drafted token; or, by depth, all that a step with 1, 2,
+    … 7 drafts takes beside the pass of its rows, which is below 0 where that was measured slower alone. replay, states:
+    taking rows back by a replay, and keeping the state of one more row.
     """
 
     rows: tuple[float, ...]
-    draft: float = 0.0
+    draft: float | tuple[float, ...] = 0.0
     replay: float = 0.05
     states: float = 0.05
 
     def __post_init__(self) -> None:
         if len(self.rows) != ROWS or min(self.rows) <= 0 or abs(self.rows[0] - 1) > 1e-9:
             raise ValueError(f"costs.rows must give the cost of 1 to {ROWS} rows over that of one, got {self.rows}")
-        if min(self.draft, self.replay, self.states) < 0:
+        if isinstance(self.draft, tuple) and len(self.draft) != ROWS - 1:
+            raise ValueError(f"costs.draft must be one number or one for each of 1 to {ROWS - 1} drafts: {self.draft}")
+        one = 0.0 if isinstance(self.draft, tuple) else self.draft
+        if min(one, self.replay, self.states) < 0 or min(self.rows[d] + self.drafting(d) for d in range(1, ROWS)) <= 0:
             raise ValueError("costs must not be negative")
+
+    def drafting(self, depth: int) -> float:
+        """What `depth` drafts add to the pass of their rows."""
+        return self.draft[depth - 1] if isinstance(self.draft, tuple) else depth * self.draft
 
     def step(self, depth: int, right: float = 1.0) -> float:
         """A step with `depth` drafts, all of them right with probability `right`."""
         if depth == 0:
             return 1.0
-        return self.rows[depth] + depth * self.draft + (depth + 1) * self.states + (1 - right) * self.replay
+        return self.rows[depth] + self.drafting(depth) + (depth + 1) * self.states + (1 - right) * self.replay
 
     def taking_back_by(self, rollback: str) -> Costs:
         """The same with only one of the two ways of taking rows back."""
@@ -44,7 +52,7 @@ class Costs:
 GUESSED = {
     "metal": Costs((1, 1.25, 1.45, 1.65, 1.9, 2.1, 2.35, 2.6), draft=0.15),
     "cuda": Costs((1, 2.8, 2.9, 3.0, 3.15, 3.3, 3.5, 3.7), draft=0.3, replay=0.4),
-    "cpu": Costs((1, 1.75, 2.5, 3.3, 4.1, 4.85, 5.6, 6.4), draft=0.28, replay=0.2),
+    "cpu": Costs((1, 1.5, 2.15, 2.75, 3.35, 3.95, 4.55, 5.1), draft=0.3, replay=0.2, states=0.2),
 }
 """Guesses by kind of device, to be replaced by what was measured on the chip: rows that go to different experts read
 different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model. On CUDA a
@@ -55,19 +63,32 @@ DRAFT_COST = {"mtp": 1.0, "ngram": 0.0, "model": 2.0}
 """The guessed cost of a draft by drafter, as a multiple of `Costs.draft`."""
 
 
-def draft_cost(measured: Mapping[str, float], name: str, draft_vocab: int, vocabulary: int) -> float | None:
-    """What a draft of drafter `name` was measured to cost, in passes of one row; None if it was not.
+Cost = float | tuple[float, ...]
+"""What drafts cost, as `Costs.draft` has it: one number, or one by depth."""
+
+
+def draft_cost(
+    measured: Mapping[str, float | Sequence[float]], name: str, draft_vocab: int, vocabulary: int
+) -> Cost | None:
+    """What drafts of drafter `name` were measured to cost, in passes of one row; None if they were not.
 
     A trimmed vocabulary that was not measured itself lies on the line through the two that were (``mtp`` and
     ``mtp/N``): what is trimmed is one product.
     """
-    whole = measured.get(name)
-    kept = [(int(key.partition("/")[2]), cost) for key, cost in measured.items() if key.startswith(f"{name}/")]
+    costs = {key: tuple(cost) if isinstance(cost, Sequence) else float(cost) for key, cost in measured.items()}
+    whole = costs.get(name)
+    kept = [(int(key.partition("/")[2]), cost) for key, cost in costs.items() if key.startswith(f"{name}/")]
     if whole is None or not kept or not 0 < draft_vocab < vocabulary:
         return whole
     size, cost = min(kept, key=lambda point: abs(point[0] - draft_vocab))
-    slope = (whole - cost) / (vocabulary - size) if vocabulary > size else 0.0
-    return max(0.0, whole - slope * (vocabulary - draft_vocab))
+    share = (vocabulary - draft_vocab) / (vocabulary - size) if vocabulary > size else 0.0
+    if not isinstance(whole, tuple) and not isinstance(cost, tuple):
+        return max(0.0, whole - (whole - cost) * share)
+    return tuple(one - (one - other) * share for one, other in zip(_by_depth(whole), _by_depth(cost), strict=True))
+
+
+def _by_depth(cost: Cost) -> tuple[float, ...]:
+    return cost if isinstance(cost, tuple) else tuple(depth * cost for depth in range(1, ROWS))
 
 
 def expected_tokens(acceptance: Sequence[float], depth: int) -> float:
@@ -98,12 +119,17 @@ class DepthController:
     old trials fade. Where no depth gains `MARGIN` it steps aside for a growing number of tokens, then probes. A probe
     that comes out right starts the estimate anew and is followed by more of them, up to `MOST_PROBES`, until a depth
     gains or one comes out wrong.
+
+    What drafts cost beyond the tokens that they yielded is a debt, and each rest is long enough to make it `SHARE` of
+    the tokens: whenever drafting begins again, all steps so far took at most ``1 + SHARE`` plain steps a token.
     """
 
     PRIOR, WEIGHT, FADE = 0.75, 2.0, 0.82
-    MARGIN = 1.02
+    MARGIN = 1.05
+    """Costs are measured to a few percent; a gain within that may be a loss."""
+    SHARE = 0.01
     FIRST_REST, LONGEST_REST = 16, 256
-    MOST_PROBES = 8
+    MOST_PROBES = 12
 
     def __init__(self, costs: Costs, most: int):
         self.costs, self.most = costs, most
@@ -111,6 +137,7 @@ class DepthController:
         self._rest = self.FIRST_REST
         self._probing = False
         self._right_probes = 0
+        self._debt = 0.0
         self._forget()
 
     def _forget(self) -> None:
@@ -145,7 +172,8 @@ class DepthController:
         if depth == 0:
             if not self._probing:
                 self._probing = True
-                self.resting = self._rest
+                self.resting = max(self._rest, math.ceil(self._debt / self.SHARE))
+                self._debt = 0.0
                 return 0
             return 1
         if self._right_probes:
@@ -158,6 +186,8 @@ class DepthController:
 
     def saw(self, drafted: int, accepted: int) -> None:
         """Learn from one verification."""
+        self._debt += self.costs.step(drafted, float(accepted == drafted)) - (accepted + 1)
+        self._debt = max(0.0, self._debt)
         if self._probing and accepted and not self._right_probes:
             self._forget()
         for i in range(min(drafted, accepted + 1, self.most)):

@@ -231,6 +231,7 @@ class MtpDrafter:
         self._epoch = 0
         self._waiting: list[tuple[mx.array, mx.array]] = []
         self._tail: mx.array | None = None
+        self._ahead: int | None = None
 
     @property
     def ready(self) -> bool:
@@ -245,6 +246,11 @@ class MtpDrafter:
             rows, ids = hidden[:, :-1], ids[1:]
         else:
             rows = self._tail if hidden.shape[1] == 1 else mx.concatenate([self._tail, hidden[:, :-1]], axis=1)
+        if self._ahead is not None and tokens[0] == self._ahead:
+            # The last draft began with this very pair: its keys and values stand behind the end.
+            self.cache.seek(self.cache.position + 1)
+            rows, ids = rows[:, 1:], ids[1:]
+        self._ahead = None
         # A copy: a slice would keep a whole chunk of hidden rows alive.
         self._tail = hidden if hidden.shape[1] == 1 else mx.contiguous(hidden[:, -1:])
         if ids.shape[0]:
@@ -261,7 +267,7 @@ class MtpDrafter:
     def skipped(self) -> None:
         """Rows entered the cache without their hidden rows: what waits is fed, and pairs begin anew after them."""
         self._flush()
-        self._tail = None
+        self._tail = self._ahead = None
 
     def _take(self) -> tuple[mx.array, mx.array]:
         rows = mx.concatenate([r for r, _ in self._waiting], axis=1)
@@ -277,7 +283,7 @@ class MtpDrafter:
             return None
         self._waiting.append((self._tail, mx.array([token], dtype=mx.uint32)))
         rows, ids = self._take()
-        h = self._feed(self._normed(rows), ids)[:, -1:]
+        h = self._feed(self._normed(rows), ids, last=True)
         settled = self.cache.position
         made, proposals = [], []
         for index in range(depth):
@@ -287,8 +293,9 @@ class MtpDrafter:
             drawn, proposal, key = self._pick(h, sampling, key)
             made.append(drawn)
             proposals.append(proposal)
-        # Pairs made of drafts are given up, and so is that of `token`, which `observe` brings again.
+        # Pairs made of drafts are given up; that of `token` counts once `observe` tells that it was fed.
         self.cache.seek(settled - 1)
+        self._ahead = token
         return Draft(mx.concatenate(made), mx.concatenate(proposals) if sampling.temperature else None)
 
     def _pick(self, h: mx.array, sampling: Sampling, key: mx.array | None) -> tuple[mx.array, Any, mx.array | None]:
@@ -308,15 +315,21 @@ class MtpDrafter:
             chosen = mx.argmax(logits, axis=-1).astype(mx.uint32)
         return (chosen if self.ids is None else self.ids[chosen]), proposal, key
 
-    def _feed(self, hidden: mx.array, ids: mx.array) -> mx.array:
-        """One pass over pairs: hidden rows after the norm ``[1, T, hidden]`` and the tokens after them ``[T]``."""
+    def _feed(self, hidden: mx.array, ids: mx.array, last: bool = False) -> mx.array:
+        """One pass over pairs: hidden rows after the norm ``[1, T, hidden]`` and the tokens after them ``[T]``.
+
+        Of the rows before the `last` the keys and values alone are needed then, so only that one goes to experts.
+        """
         w, rows = self.head, ids.shape[0]
         self.cache.reserve(self.cache.position + rows)
         pair = [self._norm(self.model.embed(ids), w.norm_embedding), self._norm(hidden, w.norm_hidden)]
         x = self.model.ops.linear(mx.concatenate(pair, axis=-1), w.fc, rows=rows)
-        out = self.model.decoder(w.layer, 0, x, ExactView(self.cache, rows))
+        assert w.layer.attention is not None
+        view = ExactView(self.cache, rows)
+        h = x + self.model.attention(w.layer.attention, 0, self._norm(x, w.layer.input_norm), view)
         self.cache.advance(rows)
-        return out
+        h = h[:, -1:] if last else h
+        return self.model.experts(w.layer.experts, self._norm(h, w.layer.post_norm), h)
 
     def _normed(self, rows: mx.array) -> mx.array:
         return self._norm(rows, self.model.weights.norm)
@@ -330,7 +343,7 @@ class MtpDrafter:
 
     def restore(self, snapshot: Any, position: int) -> None:
         """Back to a snapshot. One of before the last fresh start has lost its keys: then only the tail is used."""
-        known = isinstance(snapshot, _HeadMark)
+        known, self._ahead = isinstance(snapshot, _HeadMark), None
         if known and snapshot.epoch == self._epoch and snapshot.pairs <= self.cache.capacity:
             self.cache.seek(snapshot.pairs)
             self._waiting, self._tail = list(snapshot.waiting), snapshot.tail
@@ -656,6 +669,8 @@ class Speculator:
         self.drafter = self._drafter(name, draft, frequent)
         rollback = self._rollback(costs)
         self.costs = costs.taking_back_by(rollback)
+        self.depth = self.config.depth
+        """Drafts of a step where no controller chooses."""
         self.controller = DepthController(self.costs, self.config.depth) if self.config.adaptive else None
         # Where no depth can pay even the head's own pass over the prompt is saved.
         self.idle = self.controller is not None and not self.controller.can_pay()
@@ -677,7 +692,7 @@ class Speculator:
         )
         self.costs_from = "tuned" if measured else "untuned"
         self.draft_from = "untuned" if found is None else "tuned"
-        costs = dataclasses.replace(guess, draft=guess.draft * DRAFT_COST[name] if found is None else found)
+        costs = dataclasses.replace(guess, draft=guess.drafting(1) * DRAFT_COST[name] if found is None else found)
         if not measured:
             return costs
         costs = dataclasses.replace(costs, **{key: measured[key] for key in ("replay", "states")})
@@ -807,7 +822,7 @@ class Speculator:
     def _depth(self, left: int) -> int:
         engine = self.engine
         room = engine.config.max_position_embeddings - engine.position
-        wanted = self.config.depth if self.controller is None else self.controller.next_depth()
+        wanted = self.depth if self.controller is None else self.controller.next_depth()
         return max(0, min(wanted, left - 1, room - 1))
 
     def _burst(self, depth: int, left: int) -> int:

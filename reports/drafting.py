@@ -201,7 +201,9 @@ def _costs(run: RunRow, arm: str) -> tuple[Costs, Mapping[str, Any]] | None:
         return None
     try:
         known = {f.name: told[f.name] for f in fields(Costs)}
-        return Costs(**{**known, "rows": tuple(known["rows"])}), told
+        draft = known["draft"]
+        known |= {"rows": tuple(known["rows"]), "draft": tuple(draft) if isinstance(draft, list) else draft}
+        return Costs(**known), told
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -239,7 +241,7 @@ def prices(study: Study) -> Table:
                     "drafter": settings["drafter"] + _trimmed(settings),
                     "depth": depth,
                     "rows_cost": costs.rows[depth],
-                    "draft_cost": costs.draft,
+                    "draft_cost": costs.drafting(depth) / depth,
                     "step_cost": costs.step(depth),
                     "rollback": "states" if costs.states else "replay",
                     "needed": break_even(costs, depth),

@@ -13,8 +13,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import inspect
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,9 @@ import engine as _engine  # noqa: F401  (chooses the BLAS before MLX loads)
 
 # isort: split
 import mlx.core as mx
+import numpy as np
 
+from engine import speculative
 from engine import tuned as files
 from engine.config import DecodeConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from engine.device import activation_dtype, device_kind
@@ -88,7 +92,11 @@ FOLDED = tuple(f"step.{kernel}" for kernel in TILES)
 WHOLE = (STEP, *FOLDED, COSTS, DRAFTS)
 """Comparisons of whole steps: fusion and trace, tiles of the kernels of a fused one, rows, and drafts."""
 TAKEN_BACK = 4
-"""Rows of the verification that shows what taking rows back costs, and what drafts cost."""
+"""Rows of the verification that shows what taking rows back costs."""
+DEPTHS = (1, 2, 3, 5, 7)
+"""Drafts a step at which drafting is timed; others lie on the line between."""
+PLAIN = 4
+"""Plain steps for each verification beside them: a unit of all costs needs a long window."""
 TRIMMED = 32_768
 """Tokens of a trimmed draft vocabulary."""
 
@@ -264,6 +272,7 @@ class Tuner:
         of = files.STEP if cell.op in WHOLE else cell.op
         layers = self.config.num_hidden_layers if of == files.STEP else None
         parts = [files.FORMAT, files.chip(), self.geometry, files.mlx_version(), files.identity(of), layers]
+        parts += [_drafting_code()] if cell.op in (COSTS, DRAFTS) else []
         text = json.dumps([*parts, dataclasses.astuple(cell)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -516,7 +525,7 @@ class Tuner:
         except Exception as error:
             refused.append({"what": COSTS, "message": _message(error)})
             return {"base": "plain", "calls": 1, "contenders": []}
-        add("plain", _decoding(engine))
+        add("plain", _decoding(engine, PLAIN))
         for rows in range(2, DECODE_ROWS + 1):
             add(f"rows {rows}", _verifying(replay, rows, rows))
         add("replay", _verifying(replay, TAKEN_BACK, 1))
@@ -533,27 +542,25 @@ class Tuner:
         return engine, {**how, "trace": how["trace"] if how["trace"] in ("eager", "layer") else "step"}
 
     def _drafts(self, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
-        """Rounds of drafts and their verification beside verifications of as many rows alone."""
-        depth = TAKEN_BACK - 1
-        wanted = {"ngram": SpeculativeConfig("ngram", depth, force="1")}
+        """Steps with 1, 2, … drafts, all kept, beside plain ones: priming, the way to the host and all."""
+        most = DECODE_ROWS - 1
+        wanted = {"ngram": SpeculativeConfig("ngram", most, force="1", rollback="replay")}
         if self.weights.mtp is not None:
-            wanted["mtp"] = SpeculativeConfig("mtp", depth, force="1")
+            wanted["mtp"] = dataclasses.replace(wanted["ngram"], drafter="mtp")
             if self.config.vocab_size > TRIMMED:
-                wanted[f"mtp/{TRIMMED}"] = SpeculativeConfig("mtp", depth, TRIMMED, force="1")
+                wanted[f"mtp/{TRIMMED}"] = dataclasses.replace(wanted["mtp"], draft_vocab=TRIMMED)
         contenders: dict[str, Contender] = {}
         try:
             engine, how = self._plain(known)
-            contenders["plain"] = Contender("plain", {"what": "plain"}, _decoding(engine))
+            contenders["plain"] = Contender("plain", {"what": "plain"}, _decoding(engine, PLAIN))
             for name, drafting in wanted.items():
                 engine = self._engine(known, drafting, **how)
-                label = f"rows {TAKEN_BACK}"
-                if label not in contenders:
-                    work = _verifying(engine, TAKEN_BACK, TAKEN_BACK)
-                    contenders[label] = Contender(label, {"what": label}, work)
-                contenders[name] = Contender(name, {"what": name}, _drafting(engine))
+                for depth in DEPTHS:
+                    label = _drafts_label(name, depth)
+                    contenders[label] = Contender(label, {"what": label}, _drafting(engine, depth))
         except Exception as error:
             refused.append({"what": DRAFTS, "message": _message(error)})
-        timings = self._timed(contenders, "plain", refused, passes=STEPS[self.kind] // 2, everyone=True)
+        timings = self._timed(contenders, "plain", refused, passes=STEPS[self.kind], everyone=True)
         return {"base": "plain", "calls": 1, "contenders": _rows(contenders, timings)}
 
     # -- what was decided ------------------------------------------------------------------
@@ -566,12 +573,12 @@ class Tuner:
     def entry(self, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """What the tuned file says of this geometry: choices, step and costs, refusals, and what was not measured."""
         rows = [(cell, known[key]) for cell in self.cells if (key := self.key(cell)) in known]
-        choices, step, folded, drafts = [], {}, {}, {}
+        choices, step, folded, rounds = [], {}, {}, {}
         for cell, row in rows:
             if cell.op == COSTS:
                 step |= {"costs": made} if (made := _costs_of(row)) else {}
             elif cell.op == DRAFTS:
-                drafts = _drafts_of(row)
+                rounds = _rounds_of(row)
             elif row["contenders"]:
                 made = self._choice(cell, row)
                 if cell.op == STEP:
@@ -581,7 +588,7 @@ class Tuner:
                 elif made:
                     choices.append(made)
         if "costs" in step:
-            step["costs"] |= {"draft": drafts}
+            step["costs"] |= {"draft": _drafts_of(rounds, step["costs"]["rows"])}
         if tiles := {kernel: made["settings"] for kernel, made in folded.items() if made["settings"]}:
             step |= {"folded": tiles}
         if folded:
@@ -663,13 +670,13 @@ class Tuner:
 # -- small things ------------------------------------------------------------------------------------
 
 
-def _decoding(engine: Engine) -> Work:
-    """So many plain steps from the same place."""
+def _decoding(engine: Engine, each: int = 1) -> Work:
+    """So many times `each` plain steps from the same place."""
     mark = engine.snapshot()
 
     def work(passes: int) -> None:
         engine.restore(mark)
-        engine.decode(5, passes)
+        engine.decode(5, passes * each)
 
     return work
 
@@ -691,38 +698,74 @@ def _verifying(engine: Engine, rows: int, kept: int) -> Work:
     return work
 
 
-def _drafting(engine: Engine) -> Work:
-    """So many rounds of drafts that are all kept."""
-    mark = engine.snapshot()
+def _drafting(engine: Engine, depth: int) -> Work:
+    """So many steps with `depth` drafts that are all kept; the head has the rows of one before them to take in."""
+    speculator, start = engine.speculator, engine.snapshot()
+    assert speculator is not None
 
     def work(passes: int) -> None:
         engine.restore(mark)
-        engine.decode(5, passes * TAKEN_BACK)
+        speculator.depth = depth
+        engine.decode(5, passes * (depth + 1))
 
+    mark = start
+    work(1)
+    mark = engine.snapshot()
+    engine.restore(start)
     return work
 
 
-def _drafts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """One drafted token by drafter (``mtp/N``: of a vocabulary of N), in passes of one row; what failed is left out."""
-    ns = {c["label"]: _timing(c).median for c in row["contenders"]}
-    alone = ns.pop(f"rows {TAKEN_BACK}", None)
-    plain = ns.pop("plain", None)
-    if not alone or not plain:
-        return {}
-    return {name: round(max(0.0, took - alone) / plain / (TAKEN_BACK - 1), 4) for name, took in ns.items()}
+def _drafting_code() -> str:
+    """What the costs of drafts depend on beside the step: the text of the drafting loop."""
+    return hashlib.sha256(inspect.getsource(speculative).encode()).hexdigest()[:16]
+
+
+def _drafts_label(drafter: str, depth: int) -> str:
+    return f"{drafter} {depth}"
+
+
+def _in_steps(row: Mapping[str, Any]) -> dict[str, float]:
+    """Contenders' times over a plain step's: the median over rounds, in each of which all were timed."""
+    times = {c["label"]: _timing(c).deciding for c in row["contenders"]}
+    plain = [ns / PLAIN for ns in times.get("plain", ())]
+    return {
+        label: statistics.median(one / step for one, step in zip(deciding, plain))
+        for label, deciding in times.items()
+        if plain
+    }
+
+
+def _rounds_of(row: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Steps with 1, 2, … 7 drafts, all kept, by drafter (``mtp/N``: of a vocabulary of N), in passes of one row."""
+    costs = _in_steps(row)
+    made = {}
+    for name in {label.rpartition(" ")[0] for label in costs} - {""}:
+        known = {depth: costs[label] for depth in DEPTHS if (label := _drafts_label(name, depth)) in costs}
+        if len(known) == len(DEPTHS):
+            made[name] = np.interp(range(1, DECODE_ROWS), list(known), list(known.values())).tolist()
+    return made
+
+
+def _drafts_of(rounds: Mapping[str, Sequence[float]], rows: Sequence[float]) -> dict[str, list[float]]:
+    """What 1, 2, … 7 drafts add to the pass of their rows: with it the whole costs what was measured."""
+    return {
+        name: [round(whole - alone, 4) for whole, alone in zip(wholes, rows[1:], strict=True)]
+        for name, wholes in sorted(rounds.items())
+    }
 
 
 def _costs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """`engine.depth.Costs` of a comparison, in passes of one row, with the plain step's µs; None if it failed."""
-    ns = {c["label"]: _timing(c).median for c in row["contenders"]}
+    costs = _in_steps(row)
     wanted = {"plain", "replay", "states", *(f"rows {n}" for n in range(2, DECODE_ROWS + 1))}
-    if not ns.keys() >= wanted:
+    if not costs.keys() >= wanted:
         return None
-    plain, whole = ns["plain"], ns[f"rows {TAKEN_BACK}"]
+    (plain,) = (_timing(c).median / PLAIN for c in row["contenders"] if c["label"] == "plain")
+    whole = costs[f"rows {TAKEN_BACK}"]
     return {
-        "rows": [1.0, *(round(ns[f"rows {n}"] / plain, 3) for n in range(2, DECODE_ROWS + 1))],
-        "replay": round(max(0.0, ns["replay"] - whole) / plain, 3),
-        "states": round(max(0.0, ns["states"] - whole) / plain / TAKEN_BACK, 3),
+        "rows": [1.0, *(round(costs[f"rows {n}"], 3) for n in range(2, DECODE_ROWS + 1))],
+        "replay": round(max(0.0, costs["replay"] - whole), 3),
+        "states": round(max(0.0, costs["states"] - whole) / TAKEN_BACK, 3),
         "us": round(plain / 1e3, 1),
     }
 

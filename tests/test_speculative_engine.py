@@ -339,16 +339,16 @@ TABLES = {
 def steered(engine: Engine, costs: Costs) -> None:
     """Forced acceptance of 100 % must draft wherever the table says it pays, at the depth that pays most."""
     first = engine.prefill(IDS)
-    tokens = engine.decode(first, 60)
+    tokens = engine.decode(first, 90)
     counts, most = engine.speculation(), engine.engine.speculative.depth
     gains = [(depth + 1) / engine.speculator.costs.step(depth) for depth in range(most + 1)]
     best = max(range(most + 1), key=gains.__getitem__)
-    assert len(tokens) == 60
+    assert len(tokens) == 90
     if gains[best] >= DepthController.MARGIN:
         assert counts["accepted"] == counts["drafted"] > 0
         assert max(counts["depths"], key=counts["depths"].get) == str(best), (counts, best)
     else:
-        assert counts["steps"] == 0 and counts["plain"] == 60
+        assert counts["steps"] == 0 and counts["plain"] == 90
 
 
 @pytest.mark.parametrize("table", TABLES)
