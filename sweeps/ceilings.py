@@ -9,6 +9,7 @@ kernel would lift is none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sweeps.clock import Clock, WindowVoid, timed
@@ -44,8 +45,8 @@ def measure(kind: str, clock: Clock) -> dict[str, float]:
     import mlx.core as mx
 
     items, size, chain = _COPY_ITEMS[kind], _SIZE[kind], _CHAIN[kind]
-    copied = _quickest(clock, [_copy(kind, items), *_own("copy_metal", kind, items)])
-    read = _quickest(clock, [_read(kind, items), *_own("read_metal", kind, items)])
+    copied = _quickest(clock, partial(_copy, kind, items), partial(_own, "copy_metal", kind, items))
+    read = _quickest(clock, partial(_read, kind, items), partial(_own, "read_metal", kind, items))
     matrix = mx.random.normal((size, size), key=mx.random.key(0)).astype(mx.float32 if kind == "cpu" else mx.bfloat16)
     mx.eval(matrix)
     multiplied = _best(clock, lambda: mx.eval([matrix @ matrix for _ in range(chain)]), mx.synchronize)
@@ -60,21 +61,23 @@ def measure(kind: str, clock: Clock) -> dict[str, float]:
     return rates | ({"launch_seconds": launched / 1e9 / _LAUNCHES} if launched else {})
 
 
-def _quickest(clock: Clock, works: list[Callable[[], Any]]) -> int:
-    """The shortest window of several ways to the same in ns; 0 if the clock voided them all."""
+def _quickest(clock: Clock, *ways: Callable[[], Callable[[], Any] | None]) -> int:
+    """The shortest window of several ways to the same in ns, each made when its turn comes; 0 if there is none."""
     import mlx.core as mx
 
     times = []
-    for work in works:
-        times.append(_best(clock, work, mx.synchronize))
+    for way in ways:
+        work = way()
+        times.append(0 if work is None else _best(clock, work, mx.synchronize))
+        del work
         mx.clear_cache()
     return min((t for t in times if t), default=0)
 
 
-def _own(name: str, kind: str, items: int) -> list[Callable[[], Any]]:
+def _own(name: str, kind: str, items: int) -> Callable[[], Any] | None:
     """The copy or the read of our own kernel; none on a CPU, nor where it does not compile."""
     if kind == "cpu":
-        return []
+        return None
     import mlx.core as mx
 
     from engine.kernels import bandwidth
@@ -93,8 +96,8 @@ def _own(name: str, kind: str, items: int) -> list[Callable[[], Any]]:
     try:
         mx.eval(run(source))
     except RuntimeError:  # as MLX says that a kernel does not compile; its own copy is measured still
-        return []
-    return [copies if name == "copy_metal" else reads]
+        return None
+    return copies if name == "copy_metal" else reads
 
 
 def _read(kind: str, items: int) -> Callable[[], Any]:

@@ -26,6 +26,7 @@ from sweeps.subjects.base import Subject
 
 if TYPE_CHECKING:
     from engine.generate import Engine
+    from engine.ops.bind import BoundOp
     from sweeps.layers import Recording
     from sweeps.prompts import Prompts
     from sweeps.subjects.shared import Shared
@@ -37,6 +38,9 @@ ROWS = 32
 
 LONG = 8192
 """The longer of the two contexts, in tokens."""
+
+ATTENTION_ROWS = 256
+"""Rows of a chunk whose attention is held against the reference, which keeps every score of them."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def compare_logits(
         raise ValueError(f"the guard needs {need} tokens of text, {len(tokens)} were given")
     limits = thresholds or Thresholds()
     guard = LogitGuard(limits)
-    arm.reset_executed()
+    executed: list[list[str]] = []
     for context in contexts:
         _start(arm, tokens[:context])
         arm.reset_executed()
@@ -112,8 +116,9 @@ def compare_logits(
             theirs, mine, again = _same_width(theirs, mine, again)
             guard.update(theirs, mine, targets, again)
             at += len(piece)
+        executed += [line for line in paths(arm.executed()) if line not in executed]
     check = guard.result()
-    executed = paths(arm.executed())
+    executed.sort()
     if phase == "decode" and (engine := getattr(arm, "engine", None)) is not None:
         executed = elsewhere(engine, executed)
     extra = {"phase": phase, "contexts": list(contexts), "executed": executed}
@@ -243,39 +248,58 @@ def longer(engine: Engine, executed: list[list[str]], lengths: Iterable[int]) ->
     """`executed` of a prefill, and what prefills of other `lengths` run: other tiles, other attention far out.
 
     As in `elsewhere` each is held against the reference of its op, at the rows of the chunk that runs it, over at most
-    `LONG` positions before it; one that is off is left out. `lengths` in tokens.
+    `LONG` positions before it; one that is off, or that fails, is left out. `lengths` in tokens.
     """
-    from engine.ops.bind import tile_of
-    from engine.ops.selftest import comparable, relative_rms
-
-    made, dtype = [tuple(line) for line in executed], str(engine.dtype).rpartition(".")[2]
-    chunk = engine.engine.prefill.chunk
-    for length in sorted(set(lengths)):
-        last = length % chunk or min(length, chunk)
-        for rows, end in sorted({(min(length, chunk), min(length, chunk)), (last, length)}):
-            # Chunks that are longer than the first also begin behind others.
-            seen = min(end, LONG + rows)
-            for bound in engine.ops.all():
-                name = bound.op.name
-                varies = bound.far or bound.tuned or "tile" in bound.prefill.settings
-                if rows <= bound.decode_rows or not varies or name == "head" or name not in {op for op, _, _ in made}:
-                    continue
-                for case in bound.op.timing(engine.config, rows, seen):
-                    arguments = bound.op.inputs(case, engine.dtype, 0)
-                    variant, settings, _ = bound.pick(rows, arguments)
-                    line = (name, variant.name, tile_of(settings))
-                    if line in made:
-                        continue
-                    want = comparable(bound.op.reference.run(*arguments))
-                    got = comparable(variant.run(*arguments, **settings))
-                    if max(map(relative_rms, got, want)) <= bound.op.tolerance[dtype]:
-                        made.append(line)
+    made, chunk = [(str(op), str(variant), str(tile)) for op, variant, tile in executed], engine.engine.prefill.chunk
+    compared = {op for op, _, _ in made} - {"head"}
+    for rows, end in sorted({shape for length in lengths for shape in _chunks(length, chunk)}):
+        for bound in engine.ops.all():
+            if bound.op.name in compared and not _known(bound, rows, made):
+                for case in bound.op.timing(engine.config, rows, min(end, LONG + rows)):
+                    line = _held(bound, case, engine.dtype, made)
+                    made += [] if line is None else [line]
     return [list(line) for line in sorted(made)]
 
 
-def few_rows(engine: Engine) -> list[list[str]]:
-    """``[[op, variant], …]`` that a last chunk of a few rows takes: those of decoding."""
-    return sorted([bound.op.name, bound.pick(1)[0].name] for bound in engine.ops.all())
+def _chunks(length: int, chunk: int) -> set[tuple[int, int]]:
+    """(rows, positions that the last of them sees) of the first chunk of a prefill, its last and its last full one."""
+    last = length % chunk or min(length, chunk)
+    made = {(min(length, chunk), min(length, chunk)), (last, length)}
+    return made | ({(chunk, length - last)} if length - last >= chunk else set())
+
+
+def _known(bound: BoundOp, rows: int, made: Sequence[tuple[str, str, str]]) -> bool:
+    """Whether a call with `rows` rows is seen from the binding alone to run what is in `made`."""
+    few = rows <= bound.decode_rows
+    variant = bound.decode if few else bound.prefill
+    if bound.tuned or bound.far or "tile" in variant.settings:
+        return False
+    return (bound.op.name, variant.name) in {line[:2] for line in made}
+
+
+def _held(bound: BoundOp, case: Any, dtype: Any, made: Sequence[tuple[str, str, str]]) -> tuple[str, str, str] | None:
+    """The line of what an op runs on a case, if it is new and agrees with the reference."""
+    from engine.ops.bind import tile_of
+    from engine.ops.selftest import comparable, relative_rms
+
+    rows, name = case.sizes["rows"], bound.op.name
+    try:
+        arguments = bound.op.inputs(case, dtype, 0)
+        variant, settings, _ = bound.pick(rows, arguments)
+        line = (name, variant.name, tile_of(settings))
+        if line in made:
+            return None
+        got = comparable(variant.run(*arguments, **settings))
+        if name == "prefill_attention" and rows > ATTENTION_ROWS:
+            # The reference keeps every score: of a long chunk the last rows, which see the most, are compared.
+            arguments = (arguments[0][:, :, -ATTENTION_ROWS:], *arguments[1:])
+            got = [each[:, :, -ATTENTION_ROWS:] for each in got]
+        want = comparable(bound.op.reference.run(*arguments))
+        worst = max(relative_rms(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+    except Exception:
+        # What cannot be tried here is not vouched for, and a window that runs it is refused by name.
+        return None
+    return line if worst <= bound.op.tolerance[str(dtype).rpartition(".")[2]] else None
 
 
 def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -> str | None:
@@ -290,12 +314,11 @@ def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -
     prefill = check["figures"].get("phase") == "prefill"
     seen, ran = _by_op(guarded), _by_op(paths(executed))
     for op in sorted(set(seen) & set(ran)):
-        # A timed prefill scores its last row only, the guard every row: the head may rightly be another variant. And a
-        # last chunk of a few rows takes the variants of decoding, which the decode guard covers.
-        if prefill and op == "head":
+        # A timed prefill scores its last row only, the guard every row: the head may rightly be another variant. An
+        # engine in another process can be asked for its text alone, not for what longer or shorter prompts run.
+        if prefill and (op == "head" or ("lengths" not in check["figures"] and seen[op] & ran[op])):
             continue
-        few = check["figures"].get("few_rows", ()) if prefill and seen[op] & ran[op] else ()
-        if other := {line for line in ran[op] - seen[op] if [op, line[0]] not in few}:
+        if other := ran[op] - seen[op]:
             return f"{op} ran as {_words(other)} in the timed window, the guard saw {_words(seen[op])}"
     return None
 
@@ -483,8 +506,7 @@ class PointGuard:
         if phase != "prefill" or engine is None or not check.passed:
             return check
         lengths = [point.frontier for point in self.job.points if point.phase == "prefill"]
-        executed = longer(engine, check.figures["executed"], lengths)
-        return _with(check, executed=executed, few_rows=few_rows(engine))
+        return _with(check, executed=longer(engine, check.figures["executed"], lengths), lengths=sorted(set(lengths)))
 
     def _logits(self, arm: Arm, reference: Arm, phase: Phase, scope: Scope | None = None) -> Check:
         from sweeps.subjects import make

@@ -8,6 +8,7 @@ all are done the next command starts a new folder. Several processes may share a
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -155,10 +156,18 @@ def state(name: str, requests: Sequence[Request], where: Path) -> list[Request]:
 
 @contextmanager
 def alone(where: Path) -> Iterator[None]:
-    """Hold the suite's folder: other processes that run jobs of it wait until they may write there."""
+    """Hold the suite's folder: other processes that run jobs of it wait until they may write there.
+
+    A shared file system may know no locks: then nothing is held, and that is said.
+    """
     where.mkdir(parents=True, exist_ok=True)
     with (where / ".lock").open("a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            print(f"{where} cannot be locked ({error.strerror}): let one command end before another", file=sys.stderr)
         yield
 
 

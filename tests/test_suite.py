@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -182,3 +183,13 @@ def test_a_job_that_cannot_be_planned_is_left_out_with_its_reason_and_caches_fal
     planned, refused = suite.plannable([requests[0], sharing, requests[2]], make)  # type: ignore[arg-type]
     assert [(r.run_dir, r.shared_cache) for r, _ in planned] == [(r.run_dir, False) for r in requests[1:]]
     assert refused == {requests[0].ablation["name"]: "too large"}
+
+
+def test_a_folder_that_knows_no_locks_is_used_without_and_says_so(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(suite.fcntl, "flock", refuse)
+    with suite.alone(tmp_path / "shared"):
+        pass
+    assert "cannot be locked (No locks available)" in capsys.readouterr().err

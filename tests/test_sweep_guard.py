@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.synthetic import tiny_config, write_checkpoint
 from sweeps import baseline
 from sweeps.clock import ManualClock
-from sweeps.guard import PointGuard, Scope, paths, same_path
+from sweeps.guard import PointGuard, Scope, _chunks, paths, same_path
 from sweeps.layers import Recording, steps
 from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.prompts import Prompts, WordEncoder
@@ -251,14 +251,23 @@ def test_same_path():
 
 def test_same_path_of_a_prefill_allows_its_last_row_and_a_short_last_chunk():
     executed = paths([line("experts", "grouped"), line("head", "many")])
-    check = {"figures": {"executed": executed, "phase": "prefill", "few_rows": [["experts", "single"]]}}
+    check = {"figures": {"executed": executed, "phase": "prefill"}}
     tail = [line("experts", "grouped"), line("experts", "single"), line("head", "one")]
     assert same_path(check, tail) is None
     assert same_path(check, [line("experts", "single")]) is not None
-    other = [line("experts", "grouped"), line("experts", "grouped", "64")]
-    assert same_path(check, other) == "experts ran as grouped 64 in the timed window, the guard saw grouped"
+    # Where every length was looked into, nothing is excused by what ran beside it.
+    check["figures"]["lengths"] = [64, 66]
+    assert same_path(check, tail) == "experts ran as single in the timed window, the guard saw grouped"
+    del check["figures"]["lengths"]
     check["figures"]["phase"] = "decode"
     assert same_path(check, tail) == "experts ran as single in the timed window, the guard saw grouped"
+
+
+def test_chunks_of_a_prefill_that_are_looked_into():
+    assert _chunks(64, 2048) == {(64, 64)}
+    assert _chunks(4096, 2048) == {(2048, 2048), (2048, 4096)}
+    # The last chunk has two rows; the ones before it reach as far.
+    assert _chunks(16_386, 2048) == {(2048, 2048), (2, 16_386), (2048, 16_384)}
 
 
 def test_guarded_path_is_that_of_the_window(synthetic):

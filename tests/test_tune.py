@@ -19,7 +19,7 @@ from ablations.arms import preset
 from engine import folded
 from engine import tuned as files
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
-from engine.depth import GUESSED, draft_cost
+from engine.depth import GUESSED, Costs, DepthController, break_even, draft_cost
 from engine.doctor import tuned_findings
 from engine.generate import Engine
 from engine.kernels import loader
@@ -30,8 +30,8 @@ from sweeps import compose, forecast, models, plan
 from sweeps.bench import Bench, Timing, winner
 from sweeps.clock import ManualClock, SystemClock
 from sweeps.compose import UsageError
-from sweeps.guard import elsewhere, few_rows, longer, paths, same_path
-from sweeps.tune import COSTS, DRAFTS, RULE, STEP, Cell, Tuner, tune
+from sweeps.guard import elsewhere, longer, paths, same_path
+from sweeps.tune import COSTS, DRAFTS, PLAIN, RULE, STEP, Cell, Tuner, _drafts_of, _rounds_of, tune
 
 CONFIG = tiny_config(max_position_embeddings=1024)
 POINTS = [(name, variant.name) for name, op in OPS.items() for variant in op.variants.values()]
@@ -473,10 +473,28 @@ def test_costs_of_several_rows_are_read_and_guessed_without_a_file(weights):
     assert (told.speculation() or {})["draft_cost"] == "tuned"
 
 
+def test_drafts_cost_what_whole_steps_took_in_plain_ones_of_the_same_round():
+    """A machine that slows down by half in the second of three rounds changes nothing."""
+    pace, steps = (1.0, 1.5, 1.0), {1: 1.9, 2: 2.6, 3: 3.3, 5: 5.0, 7: 7.0}
+
+    def row(label: str, cost: float) -> dict:
+        return {"label": label, "first": 1.0, "rounds": [], "finals": [100.0 * cost * p for p in pace]}
+
+    told = [row("plain", PLAIN), *(row(f"mtp {d}", cost) for d, cost in steps.items()), row("ngram 1", 1.0)]
+    made = _drafts_of(_rounds_of({"contenders": told}), rows := [1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5])
+    assert made.keys() == {"mtp"}, "a drafter of which a depth failed is left out"
+    costs = Costs(tuple(rows), tuple(made["mtp"]), replay=0.2, states=0.0)
+    assert [costs.step(d) for d in range(1, 8)] == pytest.approx([1.9, 2.6, 3.3, 4.15, 5.0, 6.0, 7.0])
+    assert DepthController(costs, 7).can_pay() and break_even(costs, 1) == pytest.approx(1.1 / 1.2)
+
+
 def test_a_trimmed_draft_vocabulary_costs_what_lies_between():
     measured = {"mtp": 0.3, "mtp/1000": 0.1, "ngram": 0.01}
     assert [draft_cost(measured, "mtp", n, 3000) for n in (0, 3000, 1000)] == [0.3, 0.3, pytest.approx(0.1)]
     assert draft_cost(measured, "mtp", 2000, 3000) == pytest.approx(0.2)
+    by_depth = {"mtp": [0.3] * 7, "mtp/1000": [0.1] * 7}
+    assert draft_cost(by_depth, "mtp", 0, 3000) == (0.3,) * 7
+    assert draft_cost(by_depth, "mtp", 2000, 3000) == pytest.approx((0.2,) * 7)
     assert draft_cost(measured, "model", 0, 3000) is None and draft_cost({"mtp": 0.2}, "mtp", 100, 3000) == 0.2
 
 
@@ -529,15 +547,20 @@ def test_a_prefill_whose_variants_go_by_length_is_guarded_at_all_timed_lengths(w
     engine.reset_executed()
     engine.prefill(list(range(48)))
     there = engine.executed()
-    as_prefill = {"phase": "prefill", "few_rows": few_rows(engine)}
+    as_prefill = {"phase": "prefill", "lengths": [12, 48]}
     assert "grouped" in str(same_path({"figures": {"executed": short} | as_prefill}, there))
     assert same_path({"figures": {"executed": longer(engine, short, [12, 48])} | as_prefill}, there) is None
     assert longer(engine, short, [12]) == short
-    # What the op's own reference refutes stays out.
-    wrong = dataclasses.replace(OPS["experts"].variants["grouped"], run=lambda x, *_, **__: 2 * x)
-    op = dataclasses.replace(OPS["experts"], variants=OPS["experts"].variants | {"grouped": wrong})
-    engine.ops = dataclasses.replace(engine.ops, experts=dataclasses.replace(engine.ops.experts, op=op))
-    assert longer(engine, short, [12, 48]) == short
+    # A last chunk of one row takes the variant of decoding, which is tried like the others.
+    engine.engine.prefill.chunk = 48
+    assert ["experts", engine.ops.experts.decode.name, ""] in longer(engine, short, [49])
+    engine.engine.prefill.chunk = 2048
+    # What fails, or what the op's own reference refutes, stays out.
+    for run in (lambda *_, **__: 1 / 0, lambda x, *_, **__: 2 * x):
+        bad = dataclasses.replace(OPS["experts"].variants["grouped"], run=run)
+        op = dataclasses.replace(OPS["experts"], variants=OPS["experts"].variants | {"grouped": bad})
+        engine.ops = dataclasses.replace(engine.ops, experts=dataclasses.replace(engine.ops.experts, op=op))
+        assert longer(engine, short, [12, 48]) == short
 
 
 # -- spaces, and the command ---------------------------------------------------------------------------
@@ -596,7 +619,9 @@ def test_whole_steps_and_their_costs_are_measured(weights, tmp_path, monkeypatch
     assert (step["fusion"], step["trace"]) == ("off", "eager")
     assert any(r["op"] == STEP and "not on a CPU" in r["message"] for r in entry["refused"])
     assert len(step["costs"]["rows"]) == 8 and step["costs"]["rows"][0] == 1 and min(step["costs"]["rows"]) > 0
-    assert step["costs"]["draft"].keys() == {"ngram", "mtp"} and step["costs"]["draft"]["mtp"] > 0
+    assert step["costs"]["draft"].keys() == {"ngram", "mtp"} and all(
+        len(costs) == 7 for costs in step["costs"]["draft"].values()
+    )
 
 
 @pytest.mark.parametrize("word", ["frontiers=[256]", "engine=mlx", "toggle.fusion=off"])
