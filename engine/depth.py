@@ -120,14 +120,15 @@ class DepthController:
     that comes out right starts the estimate anew and is followed by more of them, up to `MOST_PROBES`, until a depth
     gains or one comes out wrong.
 
-    What drafts cost beyond the tokens that they yielded is a debt, and each rest is long enough to make it `SHARE` of
-    the tokens: whenever drafting begins again, all steps so far took at most ``1 + SHARE`` plain steps a token.
+    What drafts cost beyond the tokens that they yielded is a debt, which what they saved before pays up to `CREDIT`
+    steps of. Each rest is long enough to make the debt `SHARE` of its tokens: whenever drafting begins again, all steps
+    so far took at most ``1 + SHARE`` plain steps a token.
     """
 
     PRIOR, WEIGHT, FADE = 0.75, 2.0, 0.82
     MARGIN = 1.05
     """Costs are measured to a few percent; a gain within that may be a loss."""
-    SHARE = 0.01
+    SHARE, CREDIT = 0.015, 2.0
     FIRST_REST, LONGEST_REST = 16, 256
     MOST_PROBES = 12
 
@@ -173,7 +174,7 @@ class DepthController:
             if not self._probing:
                 self._probing = True
                 self.resting = max(self._rest, math.ceil(self._debt / self.SHARE))
-                self._debt = 0.0
+                self._debt = min(0.0, self._debt)
                 return 0
             return 1
         if self._right_probes:
@@ -187,7 +188,7 @@ class DepthController:
     def saw(self, drafted: int, accepted: int) -> None:
         """Learn from one verification."""
         self._debt += self.costs.step(drafted, float(accepted == drafted)) - (accepted + 1)
-        self._debt = max(0.0, self._debt)
+        self._debt = max(-self.CREDIT, self._debt)
         if self._probing and accepted and not self._right_probes:
             self._forget()
         for i in range(min(drafted, accepted + 1, self.most)):

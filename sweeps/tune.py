@@ -699,8 +699,8 @@ def _verifying(engine: Engine, rows: int, kept: int) -> Work:
 
 
 def _drafting(engine: Engine, depth: int) -> Work:
-    """So many steps with `depth` drafts that are all kept; the head has the rows of one before them to take in."""
-    speculator, start = engine.speculator, engine.snapshot()
+    """So many steps with `depth` drafts that are all kept."""
+    mark, speculator = engine.snapshot(), engine.speculator
     assert speculator is not None
 
     def work(passes: int) -> None:
@@ -708,10 +708,6 @@ def _drafting(engine: Engine, depth: int) -> Work:
         speculator.depth = depth
         engine.decode(5, passes * (depth + 1))
 
-    mark = start
-    work(1)
-    mark = engine.snapshot()
-    engine.restore(start)
     return work
 
 

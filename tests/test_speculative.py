@@ -90,7 +90,55 @@ def test_depth_follows_the_acceptance_by_position():
     assert control.next_depth() in (2, 3)
 
 
+BY_DEPTH = (1, 1.4, 1.8, 2.2, 2.6, 3.0, 3.4, 3.8)
+
+
+@pytest.mark.parametrize(
+    "step", [(1.5, 2.6, 3.7), (1.9, 1.95, 3.9), (2.0, 2.9, 2.5), (2.0, 3.0, 4.1), (1.93, 2.87, 3.9)]
+)
+def test_the_depth_is_the_one_that_whole_steps_by_depth_say(step):
+    """Steps of 1, 2 and 3 drafts as measured, all else of no use; where none gains the margin, none is drafted."""
+    costs = Costs(BY_DEPTH, tuple(whole - rows for whole, rows in zip((*step, 9, 9, 9, 9), BY_DEPTH[1:])), 0.0, 0.0)
+    assert [costs.step(depth) for depth in (1, 2, 3)] == pytest.approx(step)
+    gains = [1.0, *((depth + 1) / costs.step(depth) for depth in range(1, 8))]
+    best = max(range(8), key=gains.__getitem__)
+    control = DepthController(costs, 7)
+    for _ in range(60):
+        if depth := control.next_depth():
+            control.saw(depth, depth)
+        else:
+            control.rest(1)
+    assert control.next_depth() == (best if gains[best] >= DepthController.MARGIN else 0)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.8, 0.9, 0.97, "in turns"])
+@pytest.mark.parametrize("costs", [CHEAP, NARROW, *GUESSED.values()], ids=["cheap", "narrow", *GUESSED])
+def test_drafting_and_its_probes_cost_their_share_at_most(costs, right):
+    """Of all steps so far, whenever drafting begins again after a rest."""
+    control, coins = DepthController(costs, 7), np.random.default_rng(5)
+    spent = tokens = 0.0
+    rested = False
+    while tokens < 4000:
+        took = made = 1.0
+        depth = control.next_depth()
+        if depth:
+            assert not rested or spent <= tokens * (1 + DepthController.SHARE) + 1e-6
+            share = (0.98 if tokens % 600 < 300 else 0.0) if right == "in turns" else right
+            wrong = np.flatnonzero(coins.random(depth) >= share)
+            accepted = int(wrong[0]) if wrong.size else depth
+            control.saw(depth, accepted)
+            took, made = costs.step(depth, float(accepted == depth)), accepted + 1
+        else:
+            control.rest(1)
+        rested, spent, tokens = depth == 0, spent + took, tokens + made
+    assert spent <= 1.02 * tokens
+
+
 def test_costs_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="one for each of 1 to 7 drafts"):
+        Costs((1,) * 8, draft=(0.1, 0.2))
+    with pytest.raises(ValueError, match="negative"):
+        Costs((1,) * 8, draft=(-1.0,) * 7)
     for rows in ((1, 1.2), (2,) * 8, (1, 0, 1, 1, 1, 1, 1, 1)):
         with pytest.raises(ValueError, match="costs.rows must"):
             Costs(rows)
