@@ -52,7 +52,7 @@ class Costs:
 GUESSED = {
     "metal": Costs((1, 1.25, 1.45, 1.65, 1.9, 2.1, 2.35, 2.6), draft=0.15),
     "cuda": Costs((1, 2.8, 2.9, 3.0, 3.15, 3.3, 3.5, 3.7), draft=0.3, replay=0.4),
-    "cpu": Costs((1, 1.5, 2.15, 2.75, 3.35, 3.95, 4.55, 5.1), draft=0.3, replay=0.2, states=0.2),
+    "cpu": Costs((1, 1.55, 2.25, 2.9, 3.5, 4.1, 4.75, 5.35), draft=0.38, replay=0.2, states=0.2),
 }
 """Guesses by kind of device, to be replaced by what was measured on the chip: rows that go to different experts read
 different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model. On CUDA a
