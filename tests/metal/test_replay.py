@@ -180,7 +180,7 @@ def test_drafts_between_replayed_steps(drafter):
     point = drafting.snapshot()
     assert drafting.decode(first, 22) == want and drafting.position == 62
     counts = drafting.speculation()
-    # The first rest is replayed, but for the step after which the head drafts; what is left after its probe is too short.
+    # The first rest is replayed, but for the step after which the head drafts; what its probe leaves is too short.
     rest = speculator.controller.FIRST_REST
     assert counts["steps"] == 4 and memory.runs == rest - (drafter == "mtp") < counts["plain"], counts
     assert speculator.history() == [*IDS, first, *want[:-1]]
