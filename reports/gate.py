@@ -449,11 +449,8 @@ def _nothing(units: int, method: str, reason: str | None = None) -> Estimate:
     return Estimate(None, None, None, None, None, units, "session", None, None, None, (), None, None, method, reason)
 
 
-def identity(run: RunRow, prompt: Sequence[str] = ("hash", "kind")) -> dict[str, tuple[str, str]]:
-    """What two runs must share before their times may be held against each other: name to (kind of doubt, value).
-
-    prompt: what of the prompts, the first of these that is known.
-    """
+def identity(run: RunRow) -> dict[str, tuple[str, str]]:
+    """What two runs must share before their times may be held against each other: name to (kind of doubt, value)."""
     lookup = facts.lookup
     weights = lookup(run.model, ("weights_hash",))
     return {
@@ -462,20 +459,19 @@ def identity(run: RunRow, prompt: Sequence[str] = ("hash", "kind")) -> dict[str,
         "memory": ("other machine", str(lookup(run.machine, ("memory", "memory_bytes")) or facts.NOT_RECORDED)),
         "model": ("other model", facts.model_name(run)),
         "weights": ("other model", str(weights or facts.NOT_RECORDED)),
-        "prompt": ("other model", str(lookup(run.prompt, tuple(prompt)) or facts.NOT_RECORDED)),
+        "prompt kind": ("other model", facts.prompt_kind(run)),
+        "prompt": ("other model", str(lookup(run.prompt, ("hash",)) or facts.NOT_RECORDED)),
         "os": ("other version", str(lookup(run.machine, ("os",)) or facts.NOT_RECORDED)),
         "mlx": ("other version", facts.version(run, "mlx")),
         "mlx_lm": ("other version", facts.version(run, "mlx_lm")),
     }
 
 
-def differences(
-    seen: Sequence[RunRow], kept: Sequence[RunRow], prompt: Sequence[str] = ("hash", "kind")
-) -> list[tuple[str, str, str, str]]:
+def differences(seen: Sequence[RunRow], kept: Sequence[RunRow]) -> list[tuple[str, str, str, str]]:
     """(name, kind of doubt, value there, value here) of everything in `identity` that differs."""
     if not seen or not kept:
         return []
-    here, there = identity(seen[0], prompt), identity(kept[0], prompt)
+    here, there = identity(seen[0]), identity(kept[0])
     return [(name, kind, there[name][1], value) for name, (kind, value) in here.items() if there[name][1] != value]
 
 
@@ -507,7 +503,8 @@ def _confirmable(seen: Study, again: Study, folder: Path) -> list[Doubt]:
     # Its seed is another one, so that its text is too: both sides of a pair read the same.
     found = [
         Doubt(kind, f"{name} is {here} in the confirmation, {there} in the run")
-        for name, kind, there, here in differences(again.rows.runs, seen.rows.runs, prompt=("kind",))
+        for name, kind, there, here in differences(again.rows.runs, seen.rows.runs)
+        if name != "prompt"
     ]
     if _same_times(seen, again):
         found.append(Doubt("identical", "the confirmation holds the very times of the run"))

@@ -3,8 +3,8 @@
     python tests/make_gate_rates.py [--runs 5] [--shares 10% 20%] [--output FILE]
 
 One arm is the engine, the other the same engine that then waits for the share of its time (``planted=``): 3 sessions
-of 12 blocks of decoding at 256 positions, and fresh sessions where that looks slower, as the gate does. About half a
-minute a stage on two cores, so ten minutes for five runs of each share; nothing else should run meanwhile.
+of 12 blocks of decoding at 256 positions, and fresh sessions where that looks slower, as the gate does. About two
+minutes a run on two cores, so twenty for five of each share; nothing else should run meanwhile.
 """
 
 from __future__ import annotations

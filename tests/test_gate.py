@@ -206,7 +206,7 @@ def test_a_confirmation_reads_text_of_its_own_of_the_same_kind(tmp_path: Path) -
     assert gate(slow, [fresh]).code == 1
     assert "other model" in kinds(gate(fresh, baseline=slow))
     other = gate(slow, [reading("random", 5, kind="random")])
-    assert other.code == 2 and "prompt is random in the confirmation, text in the run" in other.reason
+    assert other.code == 2 and "prompt kind is random in the confirmation, text in the run" in other.reason
 
 
 def test_a_confirmation_is_later_and_is_no_copy(tmp_path: Path) -> None:

@@ -37,14 +37,20 @@ def test_break_even_is_where_a_step_costs_what_it_yields():
     assert break_even(DEAR, 3) is None
 
 
-@pytest.mark.parametrize("costs", [CHEAP, *GUESSED.values(), NARROW, DEAR], ids=["cheap", *GUESSED, "narrow", "dear"])
-def test_right_drafts_choose_a_depth_wherever_the_table_pays(costs):
+def drafted_right(costs: Costs) -> DepthController:
+    """A controller after sixty turns in which every draft was right."""
     control = DepthController(costs, 7)
     for _ in range(60):
         if depth := control.next_depth():
             control.saw(depth, depth)
         else:
             control.rest(1)
+    return control
+
+
+@pytest.mark.parametrize("costs", [CHEAP, *GUESSED.values(), NARROW, DEAR], ids=["cheap", *GUESSED, "narrow", "dear"])
+def test_right_drafts_choose_a_depth_wherever_the_table_pays(costs):
+    control = drafted_right(costs)
     best = max(range(8), key=lambda d: (d + 1) / costs.step(d))
     pays = (best + 1) / costs.step(best) >= DepthController.MARGIN
     assert (control.next_depth() > 0) == pays
@@ -102,12 +108,7 @@ def test_the_depth_is_the_one_that_whole_steps_by_depth_say(step):
     assert [costs.step(depth) for depth in (1, 2, 3)] == pytest.approx(step)
     gains = [1.0, *((depth + 1) / costs.step(depth) for depth in range(1, 8))]
     best = max(range(8), key=gains.__getitem__)
-    control = DepthController(costs, 7)
-    for _ in range(60):
-        if depth := control.next_depth():
-            control.saw(depth, depth)
-        else:
-            control.rest(1)
+    control = drafted_right(costs)
     assert control.next_depth() == (best if gains[best] >= DepthController.MARGIN else 0)
 
 
