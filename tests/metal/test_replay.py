@@ -13,13 +13,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import simulator
+from graphs import run_as_graph
+from rotary_cases import SIZES, agrees, arguments
 from simulator import Simulator
 
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.depth import Costs
 from engine.folded import FoldedModel, unfit
 from engine.generate import Engine
-from engine.kernels import loader, step
+from engine.kernels import cuda, loader, rotary, step
 from engine.kernels.loader import KernelError, Launch
 from engine.ops import bind, relative_rms
 from engine.ops.registry import VariantUnsupported
@@ -295,6 +297,16 @@ def test_models_that_a_folded_step_runs_are_told_from_others(weights):
     model.weights = dataclasses.replace(weights, embed=dense.lm_head)
     assert "embed" in str(unfit(TINY, model.weights, mx.float32))
     assert "packed embedding" in str(unsupported(TINY, model, "contiguous"))
+
+
+def test_kernels_of_tests_may_be_launched_as_replay_launches_them(monkeypatch):
+    """What ``--graphs`` does on CUDA."""
+    memory, given = Memory(), arguments(SIZES[1], mx.float32)
+    monkeypatch.setattr(cuda, "device", lambda: memory)
+    with loader.recorded(run_as_graph):
+        made = rotary.rotate_metal(*given, simdgroups=2)
+    assert agrees(SIZES[1], given, made, "float32")
+    assert (memory.runs, memory.graphs, memory.entered) == (1, 0, 1)
 
 
 def test_a_replay_that_fails_its_self_test_gives_way_to_the_compiled_step(weights):
