@@ -569,7 +569,7 @@ class Session:
         self.tools.in_flight(cell)
         self.tools.device.reset_peak()
         live.subject.reset_executed()
-        with time_limit(self._cap - spent_ns / 1e9):
+        with time_limit(self._cap, spent_ns / 1e9):
             row = work()
         # An engine in a process of its own has an allocator of its own.
         memory = getattr(live.subject, "memory", self.tools.device.memory)

@@ -409,6 +409,11 @@ def test_time_limit_stops_a_window_that_hangs():
     time.sleep(0.06)
 
 
+def test_time_limit_counts_the_stretches_of_a_walk_before_and_names_the_whole_cap():
+    with pytest.raises(WindowTimeout, match=r"60 s, the cap, 60\.0 s of them"), time_limit(60, 59.98):
+        time.sleep(5)
+
+
 # -- whole runs --------------------------------------------------------------------------------------
 
 
