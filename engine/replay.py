@@ -44,6 +44,15 @@ Placed = tuple[Launch, Sequence[int], Sequence[tuple[int, ...]]]
 """A launch, the addresses of its inputs and outputs, and the strides of its inputs."""
 
 
+def room_for(positions: int) -> int:
+    """Positions that a recorded step attends over, where the cache holds as many: `LEAST_ROOM`, doubled until it holds
+    `positions`."""
+    room = LEAST_ROOM
+    while room < positions:
+        room *= 2
+    return room
+
+
 class Backend(Protocol):
     """What replaying takes of a device; `engine.kernels.cuda.Device` has it."""
 
@@ -237,9 +246,7 @@ class Replay:
 
     def step(self, scores: bool = False) -> Pending | mx.array:
         """Submit one step from the cache's token; with `scores` wait and return its logits ``[1, vocabulary]``."""
-        room = min(LEAST_ROOM, self.cache.capacity)
-        while room < self.cache.position + 1:
-            room = min(2 * room, self.cache.capacity)
+        room = min(room_for(self.cache.position + 1), self.cache.capacity)
         if self._running is not None and self._running[0][:2] != (room, scores):
             self.settle()
         if self._running is None:

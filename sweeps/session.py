@@ -576,7 +576,7 @@ class Session:
         row.peak_bytes, row.active_bytes = memory()
         row.footprint_bytes = psutil.Process().memory_info().rss
         row.executed = live.subject.executed()
-        other = same_path(row.check, row.executed) if row.check else None
+        other = same_path(row.check, row.executed, row.frontier) if row.check else None
         if other:
             row.check = row.check | {"passed": False, "reason": other}
         self.tools.in_flight(None)
