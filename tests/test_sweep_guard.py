@@ -405,6 +405,26 @@ def test_rows_of_a_verification_are_held_too(synthetic, monkeypatch):
     assert [line[:4] for line in off] == [["decode_attention", "matmul", "none", 64]]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize(
+    "attention",
+    [{}, {"heads": "1"}, {"lanes": "apart"}, {"split": "none"}, {"split": "chunks"}, {"split": "blocks"}],
+    ids=str,
+)
+def test_our_attention_agrees_at_every_long_context(attention, layout):
+    far = dataclasses.replace(CONFIG, max_position_embeddings=262_144)
+    arm = engine_arm(cache={"layout": layout, "step": 256})
+    arm.config["decode_attention"] |= {"variant": "metal"} | attention
+    shared = Shared({**SYNTHETIC, "config": dataclasses.asdict(far)})
+    engine = make(arm, job(SYNTHETIC, [arm]), shared).engine  # type: ignore[attr-defined]
+    points = [(at, 32) for at in (256, 16_384, 32_768, 131_072)]
+    lines, off = reach.reached(engine, [["decode_attention", "none yet", ""]], points)
+    assert off == []
+    tiles = {tile.split()[0] for _, variant, tile in lines if variant == "metal"}
+    assert tiles == ({"chunks", "blocks"} if attention.get("split") == "blocks" else {attention.get("split", "blocks")})
+
+
 # -- the baseline's correctness -------------------------------------------------------------------
 
 
