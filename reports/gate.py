@@ -56,6 +56,7 @@ DOUBTS: dict[str, str] = {
     "not run": "a contrast cannot run here, or the plan left it out",
     "other machine": "measured on another machine than what it is held against",
     "other model": "measured with another model, weights or prompt",
+    "other code": "the confirmation ran an arm with other code or settings than the run",
     "other version": "measured under another system or version of MLX or MLX-LM",
     "paravirtual": "a virtual device: results can be right there, timings mean nothing",
     "torn": "a file ends in an unfinished row",
@@ -191,7 +192,7 @@ def gate(
     )
 
 
-_UNCONFIRMABLE = ("other machine", "other model", "other version", "identical", "swapped")
+_UNCONFIRMABLE = ("other machine", "other model", "other code", "other version", "identical", "swapped")
 
 
 @dataclass(frozen=True)
@@ -506,11 +507,23 @@ def _confirmable(seen: Study, again: Study, folder: Path) -> list[Doubt]:
         for name, kind, there, here in differences(again.rows.runs, seen.rows.runs)
         if name != "prompt"
     ]
+    for arm in seen.arms:
+        then, now = _code(seen, arm), _code(again, arm)
+        if arm in again.arms and then != now:
+            found.append(
+                Doubt("other code", f"{arm} is {', '.join(now)} in the confirmation, {', '.join(then)} in the run")
+            )
     if _same_times(seen, again):
         found.append(Doubt("identical", "the confirmation holds the very times of the run"))
     elif _began(again) < _began(seen):
         found.append(Doubt("swapped", "the confirmation was measured before the run that it should confirm"))
     return found
+
+
+def _code(one: Study, arm: str) -> list[str]:
+    """What an arm ran, shortened: its settings, and its checkout's code or else the commit of the harness."""
+    told = {(_arms(run).get(arm) or {}).get("code") or (run.git or {}).get("commit") for run in one.rows.runs}
+    return [_settings(one, arm), *sorted(_short(code) for code in told)]
 
 
 def _began(one: Study) -> str:

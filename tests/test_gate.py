@@ -209,6 +209,26 @@ def test_a_confirmation_reads_text_of_its_own_of_the_same_kind(tmp_path: Path) -
     assert other.code == 2 and "prompt kind is random in the confirmation, text in the run" in other.reason
 
 
+@pytest.mark.parametrize("where", ["code", "commit", "arm_hash"])
+def test_other_code_confirms_and_clears_nothing(where: str, tmp_path: Path) -> None:
+    slow = write(tmp_path / "slow", tables("slow", 0.95))
+    for ratio in (0.95, 1.0):
+        runs, samples, contrasts = tables("again", ratio, began=5)
+        for run in runs:
+            arms = run.model["arms"]
+            if where == "code":
+                run.model = {**run.model, "arms": {**arms, "head": {**arms["head"], "code": "z"}}}
+        if where == "commit":
+            # An engine in the harness's own process is the harness's commit.
+            for run in runs:
+                run.model = {**run.model, "arms": {}}
+                run.git = {"commit": "f" * 40}
+        if where == "arm_hash":
+            samples = [dataclasses.replace(row, arm_hash="other") if row.arm == "head" else row for row in samples]
+        answer = gate(slow, [write(tmp_path / f"{where}{ratio}", (runs, samples, contrasts))])
+        assert answer.code == 2 and "other code" in kinds(answer), answer.reason
+
+
 def test_a_confirmation_is_later_and_is_no_copy(tmp_path: Path) -> None:
     slow = write(tmp_path / "slow", tables("slow", 0.95, began=5))
     early = write(tmp_path / "early", tables("early", 0.95, began=0))
