@@ -365,7 +365,7 @@ def _estimate(r: Result) -> Estimate:
 def changed_ops(runs: Sequence[RunRow], before: str, after: str) -> list[str]:
     """Ops whose code or chosen variant differs between two arms, with what differs, as the processes recorded them."""
     for run in runs:
-        arms = _arms(run)
+        arms = facts.arms(run)
         one, other = arms.get(before) or {}, arms.get(after) or {}
         old, new = one.get("identity") or {}, other.get("identity") or {}
         chosen = one.get("chosen") or {}, other.get("chosen") or {}
@@ -378,12 +378,6 @@ def changed_ops(runs: Sequence[RunRow], before: str, after: str) -> list[str]:
         if old or new:
             return made
     return []
-
-
-def _arms(run: RunRow) -> dict[str, dict[str, Any]]:
-    """What the arms of a process said of themselves, by name."""
-    told = run.model.get("arms")
-    return {str(k): v for k, v in told.items() if isinstance(v, dict)} if isinstance(told, dict) else {}
 
 
 def _short(value: Any) -> str:
@@ -522,7 +516,7 @@ def _confirmable(seen: Study, again: Study, folder: Path) -> list[Doubt]:
 
 def _code(one: Study, arm: str) -> list[str]:
     """What an arm ran, shortened: its settings, and its checkout's code or else the commit of the harness."""
-    told = {(_arms(run).get(arm) or {}).get("code") or (run.git or {}).get("commit") for run in one.rows.runs}
+    told = {(facts.arms(run).get(arm) or {}).get("code") or (run.git or {}).get("commit") for run in one.rows.runs}
     return [_settings(one, arm), *sorted(_short(code) for code in told)]
 
 
@@ -626,7 +620,7 @@ def _twins(seen: Study) -> list[str]:
 def _swapped_checkouts(seen: Study) -> list[Doubt]:
     """Base against head: the base must not be the newer commit."""
     for run in seen.rows.runs:
-        arms = _arms(run)
+        arms = facts.arms(run)
         dates = {name: facts.finite((arms.get(name) or {}).get("commit_time")) for name in ("base", "head")}
         if dates["base"] and dates["head"] and dates["base"] > dates["head"]:
             return [Doubt("swapped", "the base's commit is newer than the head's: were the checkouts exchanged?")]
@@ -644,7 +638,7 @@ def _notes(seen: Study, kept: Study | None, ignored: Sequence[str]) -> list[str]
         if ops:
             made.append(f"ops changed since the baseline: {', '.join(ops)}")
     for run in seen.rows.runs[:1]:
-        arms = _arms(run)
+        arms = facts.arms(run)
         for name in ("base", "head"):
             if name in arms:
                 made.append(f"{name}: commit {_short(arms[name].get('commit'))}, code {_short(arms[name].get('code'))}")
@@ -659,7 +653,7 @@ def _settings(one: Study, arm: str) -> str:
 
 
 def _ops_since(kept: Study, seen: Study) -> list[str]:
-    then, now = (_arms(s.rows.runs[0]) if s.rows.runs else {} for s in (kept, seen))
+    then, now = (facts.arms(s.rows.runs[0]) if s.rows.runs else {} for s in (kept, seen))
     made: dict[str, None] = {}
     for arm in set(then) & set(now):
         old, new = (side[arm].get("identity") or {} for side in (then, now))
