@@ -755,7 +755,8 @@ class Session:
     def _over_budget(self) -> str:
         if self.job.settings.get("part_seconds"):
             return "the time of this part is used up; the same command goes on"
-        return f"the budget of {self.job.budget_seconds:g} s is used up"
+        share = "this session's share of " if self.job.sessions > 1 else ""
+        return f"{share}the budget of {self.job.budget_seconds:g} s is used up"
 
     def _trial(self, place: int, block: int, turn: int) -> int:
         """A number of its own for every prompt of the job; arms in the same turn of a block share it."""
