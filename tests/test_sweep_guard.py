@@ -26,9 +26,11 @@ from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.prompts import Prompts, WordEncoder
 from sweeps.store import write_job
 from sweeps.subjects import make
+from sweeps.subjects.base import SubjectUnsupported
 from sweeps.subjects.mlx_lm import MlxLm
 from sweeps.subjects.remote import ROOT
 from sweeps.subjects.shared import Shared, build_lm_model
+from sweeps.worker import build, without
 
 CONFIG = tiny_config(4, hidden_size=128, experts=8, num_experts_per_tok=2)
 TEXT = [(i * 2654435761) % 2**32 % 440 for i in range(300)]
@@ -227,6 +229,22 @@ def test_skipped_arms_and_stubs_have_no_check(synthetic):
     assert guard_for(synthetic, job(SYNTHETIC, [engine_arm()]))(Point("p", "decode", 256, 1, skip={"full": "no"})) == {}
     stubs = job({}, [Arm("a", "stub")])
     assert PointGuard(stubs, None, Prompts(WordEncoder(64)))(Point("p", "decode", 256, 1)) == {}
+
+
+def test_an_arm_that_cannot_be_built_blocks_no_other(synthetic):
+    """A draft head that the weights lack once blocked every arm of the question, as a guard that failed."""
+    drafts = {"speculative": EngineConfig().to_dict()["speculative"] | {"drafter": "model"}}
+    arms = [engine_arm("off"), engine_arm("drafting", "d", **drafts), engine_arm("plain", "p", linear="mlx")]
+    pairs = [Contrast("a", "drafting", "off"), Contrast("b", "plain", "drafting"), Contrast("c", "plain", "off")]
+    made, point = job(SYNTHETIC, arms, pairs), Point("p", "prefill", 256, 1)
+    absent = build(made, synthetic)[1]
+    assert list(absent) == ["drafting"]
+    with pytest.raises(SubjectUnsupported):
+        guard_for(synthetic, made)(point)
+    left = without(made, absent)
+    assert [one.name for one in left.contrasts] == ["c"]
+    checks = guard_for(synthetic, left)(point)
+    assert {name: check["passed"] for name, check in checks.items()} == {"off": True, "plain": True}
 
 
 @pytest.mark.parametrize(
