@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.arguments import Arguments
 from reports.load import ReportError, runs_of
 
 
@@ -57,7 +58,7 @@ def _denied(error: OSError) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m reports", description="Reports from the rows of a run.")
+    parser = Arguments(prog="python -m reports", description="Reports from the rows of a run.")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="build|compare|gate|baseline|exact|predict|catalogue|share"
     )
