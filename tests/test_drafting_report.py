@@ -92,6 +92,24 @@ def test_published_stands_beside_measured_and_is_not_mixed_with_it(seen):
     assert trimmed["value"] is None and trimmed["ours"].startswith("0.91")
 
 
+@pytest.mark.parametrize("nothing", [None, {}, {"depths": None, "right": None, "tried": None}, "holes"])
+def test_windows_that_do_not_tell_everything_leave_the_rest(tmp_path, nothing):
+    """Rows of a cut-off process or an older version: a number that is missing counts for nothing."""
+    holes = {"depths": {"3": None}, "right": [None, 3], "tried": [None, 4], "drafted": None}
+    told = [counts(0), counts(1) | holes if nothing == "holes" else nothing]
+    windows = [
+        sample("mtp", "decode", 4096, block=b, run_id="r", arm_hash="mtp", extra={"speculation": each})
+        for b, each in enumerate(told)
+    ]
+    folder = write_run(tmp_path / "r", [run_row(run_id="r")], windows, [])
+    job = {"run_id": "r", "arms": [arm("mtp", drafter=None, depth=3)]}
+    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    (row,) = drafting.outcomes(study(read_rows([folder]))).rows
+    assert row["drafter"] == "mtp" and row["depths"] == {"3": 10}
+    assert row["by_position"] == ([0.8, 0.6875, 0.0] if nothing == "holes" else [0.8, 0.6667, 0.0])
+    assert drafting.prices(study(read_rows([folder]))).rows == []
+
+
 def test_rows_without_drafts_say_so(tmp_path):
     folder = write_run(tmp_path / "r", [run_row()], [sample("full", "decode", 256)], [])
     for table in drafting.drafting(study(read_rows([folder]))):
