@@ -264,6 +264,7 @@ def test_a_stop_id_within_a_draft_ends_the_stream_there(weights, plain):
         want = tokens[: tokens.index(stop)]
         assert list(engine.generate(IDS, 20, stop_ids=[stop])) == want
         assert engine.position <= len(IDS) + len(want), "nothing past the stop is left in the cache"
+        assert engine.speculation()["accepted"] == len(want), "drafts past the stop count for nothing"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
