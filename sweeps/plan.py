@@ -365,6 +365,9 @@ class _Planner:
             return NO_DRAFTS
         if not arm.config or "checkout" in arm.options:
             return None
+        drafting, whole = arm.config["speculative"], self.model.config.vocab_size
+        if drafting["drafter"] == "mtp" and drafting["draft_vocab"] >= whole:
+            return f"speculative.draft_vocab={drafting['draft_vocab']} trims nothing: the model has {whole} tokens"
         return refusal(arm.config, self.machine.kind)
 
     def _idle(self, phase: str, frontier: int) -> dict[str, str]:

@@ -217,6 +217,8 @@ def refusal(config: Nested, device: str) -> str | None:
     reason = toggles.impossible(config)
     if reason:
         return reason
+    if config["speculative"]["drafter"] == "model":
+        return "speculative=model takes a second engine, which a sweep does not have; take mtp or ngram"
     try:
         bind(EngineConfig.from_dict(config), device)
     except VariantUnsupported as error:

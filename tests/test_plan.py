@@ -158,6 +158,16 @@ def test_impossible_combinations_are_skipped_with_their_reason():
     assert "mlx_lm" not in job.points[0].skip
 
 
+def test_drafting_that_cannot_be_is_known_beforehand():
+    """A second engine that no sweep has, and a trimmed vocabulary as large as the model's own."""
+    job = made("toggle.speculative=model", "sweep=ten").job
+    assert "take mtp or ngram" in job.points[0].skip["full,speculative=model"]
+    words, name = ("ablation=draft_vocab", "sweep=ten"), "speculative.draft_vocab=32768"
+    small = dataclasses.replace(REAL, config=dataclasses.replace(REAL.config, vocab_size=4096))
+    assert "has 4096 tokens" in made(*words, model=small).job.points[0].skip[name]
+    assert name not in made(*words).job.points[0].skip
+
+
 def test_keys_follow_what_determines_the_result_and_nothing_else():
     key = {
         name: made(*words).job.points[0].key
