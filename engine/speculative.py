@@ -13,11 +13,13 @@ al., arXiv:2302.01318).
 - Greedy tokens equal plain decoding but for near-ties: a product over several rows may round in another order than
   over one. ``exact_verify`` runs the rows one at a time through the very step of plain decoding and closes even that.
 - The depth follows measured acceptance and the costs it is given (`Costs`); there is no clock here.
-- With ``decode.trace=step`` or ``replay`` a verification is compiled once for each number of rows and bucket of
-  positions, else it runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain
-  steps in between keep to it.
-- With ``replay`` plain steps are replayed where some come together (`LEAST_REPLAYED`). They hand out no hidden rows:
-  the draft head goes on behind a gap.
+- With ``decode.trace=step`` a verification is compiled once for each number of rows and bucket of positions, else it
+  runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain steps in between
+  keep to it.
+- With ``replay`` greedy verifications are recorded passes (`engine.replay.RowsReplay`), which plain steps follow without
+  a hand-over and which are taken back in their own way, whatever ``rollback`` says. Sampling and ``exact_verify`` keep
+  to the compiled form; there plain steps are replayed where some come together (`LEAST_REPLAYED`). Only the last of
+  replayed steps hands out its hidden row: the draft head goes on behind a gap.
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ from engine.config import EngineConfig, ModelConfig, SpeculativeConfig
 from engine.depth import DRAFT_COST, GUESSED, Costs, DepthController, draft_cost
 from engine.model import Model, best_of
 from engine.ops.registry import DECODE_ROWS, VariantUnsupported
-from engine.replay import as_array
+from engine.replay import RowsReplay, as_array
 from engine.sampling import GREEDY, Sampling, kept_scores
 from engine.weights import Matrix
 
 if TYPE_CHECKING:
     from engine.generate import Engine
     from engine.tokenizer import Tokenizer
+
+RECORDED = "recorded"
+"""Name of verifications that are recorded passes, and of their rollback, in what was executed."""
 
 MOST_DEPTH = DECODE_ROWS - 1
 """Most tokens drafted at once: the token itself and its drafts are one pass of a decode step's kernels."""
@@ -98,10 +103,15 @@ def accept_sampled(target: mx.array, proposal: mx.array, drafts: mx.array, key: 
 @dataclass(frozen=True)
 class Draft:
     """Proposed tokens uint32 ``[depth]`` on the device; `proposal` are the probabilities they were drawn from, float32
-    ``[depth, vocabulary]``, or None if they were not drawn."""
+    ``[depth, vocabulary]``, or None if they were not drawn; `known` are the tokens where they are on the host."""
 
     ids: mx.array
     proposal: mx.array | None = None
+    known: tuple[int, ...] | None = None
+
+    def tokens(self) -> list[int]:
+        """The tokens on the host; waits for them if need be."""
+        return self.ids.tolist() if self.known is None else list(self.known)  # pyright: ignore[reportReturnType]
 
 
 class Drafter(Protocol):
@@ -152,7 +162,7 @@ class NgramDrafter:
     ) -> Draft | None:
         """Tokens after the longest suffix found, or None."""
         found = self.lookup(history, token, depth)
-        return None if found is None else Draft(mx.array(found, dtype=mx.uint32))
+        return None if found is None else Draft(mx.array(found, dtype=mx.uint32), known=tuple(found))
 
     def lookup(self, history: Sequence[int], token: int, depth: int) -> list[int] | None:
         """The same, as ids."""
@@ -479,15 +489,23 @@ def _cut(inputs: Inputs, start: int, end: int) -> Inputs:
 
 @dataclass
 class Verified:
-    """A verification in flight: `chosen` are greedy tokens ``[T]`` or logits ``[T, vocabulary]``."""
+    """A verification in flight: `chosen` are greedy tokens ``[T]`` or logits ``[T, vocabulary]``.
 
-    start: Snapshot
+    One of a recorded pass has ended; it has no `start`, and greedy tokens are a list.
+    """
+
+    position: int
+    start: Snapshot | None
     rows: int
-    chosen: mx.array
-    finite: mx.array
+    chosen: Any
+    finite: Any
     hidden: mx.array | None
     kept: list[Any]
     held: int
+
+    def choices(self) -> list[int]:
+        """Greedy tokens on the host; waits for them."""
+        return self.chosen if isinstance(self.chosen, list) else self.chosen.tolist()
 
 
 class Verifier:
@@ -502,10 +520,22 @@ class Verifier:
         self._cores: dict[int, Core] = {}
         self._traces: dict[tuple[int, int, int, bool], tuple[Callable[..., Any], dict]] = {}
 
-    def run(self, tokens: mx.array, scores: bool) -> Verified:
-        """Submit one pass over `tokens` ``[T]``; the cache holds all of them until `keep` takes some back."""
-        cache, rows = self.engine.cache, tokens.shape[0]
+    def replay(self, rows: int) -> RowsReplay | None:
+        """What runs recorded passes of so many rows, where there is one."""
+        replay = self.engine.replay
+        fits = isinstance(replay, RowsReplay) and 1 < rows <= replay.rows and not self.exact
+        return replay if fits else None
+
+    def run(self, tokens: Sequence[int] | mx.array, scores: bool, recorded: bool = True) -> Verified:
+        """Submit one pass over `tokens` ``[T]``; the cache holds all of them until `keep` takes some back.
+
+        recorded: let it be a recorded pass, where there are such; that is waited for.
+        """
+        cache, rows = self.engine.cache, len(tokens)
         cache.reserve(cache.position + rows)
+        if recorded and (replay := self.replay(rows)) is not None:
+            return self._recorded(replay, tokens, scores)
+        tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens), dtype=mx.uint32)
         self.engine.ops.recorder.record("verify", self.name, f"rows {rows}")
         if self.exact:
             return self._row_by_row(tokens, scores)
@@ -517,7 +547,17 @@ class Verifier:
             chosen, finite, hidden, kept = self._pass(tokens, view, scores)
             cache.advance(rows)
         mx.async_eval(chosen, finite, cache.arrays())
-        return Verified(start, rows, chosen, finite, hidden if self.wants_hidden else None, kept, rows)
+        hidden = hidden if self.wants_hidden else None
+        return Verified(start.position, start, rows, chosen, finite, hidden, kept, rows)
+
+    def _recorded(self, replay: RowsReplay, tokens: Sequence[int] | mx.array, scores: bool) -> Verified:
+        start, rows = self.engine.position, len(tokens)
+        self.engine.ops.recorder.record("verify", RECORDED, f"rows {rows}")
+        fed: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
+        chosen, logits = replay.verify(fed, scores)
+        hidden = replay.hidden() if self.wants_hidden else None
+        finite = np.bool_(replay.finite)
+        return Verified(start, None, rows, chosen if logits is None else logits, finite, hidden, [], rows)
 
     def _traced(self, rows: int) -> bool:
         """Compiled like the plain step, unless an op reads back to the host for so many rows."""
@@ -574,7 +614,8 @@ class Verifier:
             if self.wants_hidden:
                 hidden.append(state["hidden"])
         rows, count = mx.concatenate(hidden, axis=1) if hidden else None, tokens.shape[0]
-        return Verified(start, count, mx.concatenate(chosen), state["finite"], rows, marks, count)
+        chosen = mx.concatenate(chosen)
+        return Verified(start.position, start, count, chosen, state["finite"], rows, marks, count)
 
     def keep(self, verified: Verified, rows: int) -> None:
         """Leave only the first `rows` of a verification in the cache; may be called again with fewer."""
@@ -582,6 +623,11 @@ class Verifier:
         if rows == verified.held:
             return
         verified.held = rows
+        if verified.start is None:
+            assert isinstance(self.engine.replay, RowsReplay)
+            self.engine.ops.recorder.record("rollback", RECORDED, f"rows {rows}")
+            self.engine.replay.keep(verified.position, rows)
+            return
         if self.exact:
             cache.restore(verified.kept[rows - 1])
             return
@@ -667,13 +713,16 @@ class Speculator:
         if costs is None:
             costs = self._measured(name)
         self.drafter = self._drafter(name, draft, frequent)
+        recorded = engine.trace == "replay" and not self.config.exact_verify
         rollback = self._rollback(costs)
-        self.costs = costs.taking_back_by(rollback)
+        self.costs = costs.taking_back_by("replay" if recorded else rollback)
         self.depth = self.config.depth
         """Drafts of a step where no controller chooses."""
         self.controller = DepthController(self.costs, self.config.depth) if self.config.adaptive else None
         # Where no depth can pay even the head's own pass over the prompt is saved.
         self.idle = self.controller is not None and not self.controller.can_pay()
+        self.records = recorded and not self.idle
+        """Whether greedy verifications are to be recorded passes (`engine.replay.RowsReplay`)."""
         self.wants_hidden = name == "mtp" and not self.idle
         self.verifier = Verifier(engine, rollback, self.config.exact_verify, self.wants_hidden)
         self.judge: Callable[[Sequence[int], Sequence[int]], int] = agreed
@@ -768,7 +817,7 @@ class Speculator:
             return []
         self._scored += 1
         fed = list(tokens[:count])
-        verified = self.verifier.run(mx.array(fed, dtype=mx.uint32), True)
+        verified = self.verifier.run(fed, True)
         self.observe(fed, verified.hidden)
         return [verified.chosen.astype(mx.float32)]
 
@@ -776,7 +825,7 @@ class Speculator:
         """A verification of each number of rows that may come, so that no answer waits for its trace; then forget."""
         if not self.idle:
             for rows in range(2, self.config.depth + 2):
-                mx.eval(self.verifier.run(mx.zeros((rows,), mx.uint32), False).chosen)
+                self.verifier.run([0] * rows, False).choices()
         self.engine.reset()
 
     # -- decoding --------------------------------------------------------------------------
@@ -847,8 +896,15 @@ class Speculator:
         replay = self.engine.replay
         if replay is None or sampling.temperature:
             return 0
+        if self._in_place:
+            return count
         made = count - (self.wants_hidden and count < left)
         return made if made >= (1 if replay.running else LEAST_REPLAYED) else 0
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether plain steps and verifications are recorded alike, so that nothing is handed over between them."""
+        return self.verifier.replay(2) is not None
 
     def _replayed(self, token: int, count: int) -> Generator[int, None, None]:
         """`count` steps of the recorded kind."""
@@ -867,7 +923,12 @@ class Speculator:
         finally:
             # Not after a fault, which leaves an empty cache; steps still in flight have fed tokens too.
             if engine.position > before:
-                self.missed([*fed, *(each.item() for each in pending)][:-1])
+                rows, replay = [*fed, *(each.item() for each in pending)][:-1], engine.replay
+                seen = self.wants_hidden and isinstance(replay, RowsReplay) and replay.running
+                if len(rows) > seen:
+                    self.missed(rows[: len(rows) - seen])
+                if seen:
+                    self.observe(rows[-1:], replay.hidden())
 
     def _plain(
         self, token: int, count: int, recorded: int, sampling: Sampling, key: mx.array | None
@@ -908,8 +969,12 @@ class Speculator:
         self, token: int, draft: Draft, sampling: Sampling, key: mx.array | None, stops: frozenset[int]
     ) -> Generator[int, None, None]:
         """One verification: its tokens, in order."""
-        fed = mx.concatenate([mx.array([token], dtype=mx.uint32), draft.ids])
-        verified = self.verifier.run(fed, sampling.temperature > 0)
+        sampled = sampling.temperature > 0
+        if not sampled and self.verifier.replay(draft.ids.shape[0] + 1) is not None:
+            verified = self.verifier.run([token, *draft.tokens()], False)
+        else:
+            fed = mx.concatenate([mx.array([token], dtype=mx.uint32), draft.ids])
+            verified = self.verifier.run(fed, sampled, False)
         drafts, accepted, following = self._judged(verified, draft, sampling, key, stops)
         self.counts.add(len(drafts), accepted)
         if self.controller is not None:
@@ -924,7 +989,7 @@ class Speculator:
         finally:
             # Closed within the draft: what was not handed out is taken back too.
             self.verifier.keep(verified, handed)
-            self.engine.cache.state["token"] = mx.array([made[handed - 1]], dtype=mx.uint32)
+            self.engine.feed(made[handed - 1])
             hidden = None if verified.hidden is None else verified.hidden[:, :handed]
             self.observe([token, *made[: handed - 1]], hidden)
 
@@ -934,10 +999,10 @@ class Speculator:
         """Drafts, how many are kept, and the token after them; read back in one wait."""
         if sampling.temperature:
             return self._sampled(verified, draft, sampling, key, stops)
-        mx.eval(verified.chosen, verified.finite, draft.ids)
+        if verified.start is not None:
+            mx.eval(verified.chosen, verified.finite, draft.ids)
         self._check(verified)
-        drafts: list[int] = draft.ids.tolist()  # pyright: ignore[reportAssignmentType]
-        choices: list[int] = verified.chosen.tolist()  # pyright: ignore[reportAssignmentType]
+        drafts, choices = draft.tokens(), verified.choices()
         accepted = self.judge(drafts, choices) if self._forced is None else self._toss(len(drafts))
         return _stopped(drafts, accepted, choices[accepted], stops)
 
@@ -962,7 +1027,7 @@ class Speculator:
 
     def _check(self, verified: Verified) -> None:
         if not verified.finite.item():
-            self.engine._give_up(f"a logit of the {verified.rows} rows from position {verified.start.position}")
+            self.engine._give_up(f"a logit of the {verified.rows} rows from position {verified.position}")
 
     def _toss(self, drafted: int) -> int:
         """Forced acceptance: leading drafts kept, each with the forced probability, whatever the model says."""
