@@ -104,7 +104,11 @@ def slide_metal(new: Sequence[mx.array], kept: mx.array, now: mx.array, before: 
         KernelError: more than `MOST_LAYERS` layers, shapes and types that differ, or a launch that is not recorded.
     """
     layers, (_, rows, channels) = len(new), new[0].shape
-    fits = all(array.shape == (1, rows, channels) for array in new) and now.shape == before.shape == (layers, 3, channels)
+    fits = all(array.shape == (1, rows, channels) for array in new) and now.shape == before.shape == (
+        layers,
+        3,
+        channels,
+    )
     kinds = {array.dtype for array in (*new, now, before)}
     if not 0 < layers <= MOST_LAYERS or not fits or len(kinds) > 1 or channels % 8:
         raise KernelError(

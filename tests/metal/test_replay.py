@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +17,7 @@ from graphs import run_as_graph
 from rotary_cases import SIZES, agrees, arguments
 from simulator import Simulator
 
+from engine.cache import CacheError
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.depth import Costs
 from engine.folded import FoldedModel, unfit
@@ -25,7 +26,8 @@ from engine.kernels import cuda, loader, rotary, step
 from engine.kernels.loader import KernelError, Launch
 from engine.ops import bind, relative_rms
 from engine.ops.registry import VariantUnsupported
-from engine.replay import Replay, ReplayedCache, unsupported
+from engine.replay import Replay, ReplayedCache, RowsReplay, unsupported
+from engine.sampling import Sampling
 from engine.speculative import Draft
 from engine.synthetic import make_weights, tiny_config
 from engine.weights import Matrix
@@ -64,6 +66,10 @@ class Memory:
 
     def run(self, graph: Any) -> object:
         self.runs += 1
+        self.start(graph)
+        return object()
+
+    def start(self, graph: Any) -> None:
         for call, addresses, strides in graph:
             inputs = [_seen(at, array, steps) for at, array, steps in zip(addresses, call.inputs, strides)]
             there = addresses[len(inputs) :]
@@ -73,7 +79,6 @@ class Memory:
             for at, array in zip(there, made):
                 plain = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
                 ctypes.memmove(at, plain.tobytes(), plain.nbytes)
-        return object()
 
     def wait(self, event: object) -> None:
         pass
@@ -87,8 +92,8 @@ class Memory:
         ctypes.memmove(to, np.full(count, word, np.uint32).tobytes(), 4 * count)
 
     def host_words(self, count: int) -> tuple[int, Sequence[int]]:
-        self.words = (ctypes.c_uint32 * count)()
-        return ctypes.addressof(self.words), self.words
+        words = (ctypes.c_uint32 * count)()
+        return ctypes.addressof(words), words
 
 
 def _shapes_only(call: Launch) -> Launch:
@@ -203,6 +208,145 @@ def test_drafts_between_replayed_steps(drafter):
     ran = {(row["op"], row["variant"], row["tile"]) for row in drafting.executed()}
     assert {("decode_step", "replay"), ("decode_step", "step")} <= {line[:2] for line in ran}
     assert {tile for op, _, tile in ran if op == "verify"} == {"rows 2", "rows 3"}
+
+
+def verifying(weights, drafter: str = "ngram", depth: int = 3, **fields: Any) -> tuple[Engine, Engine, Memory]:
+    """An engine of separate ops, and one that drafts, whose verifications are recorded passes."""
+    plain, made, memory = engines(weights)
+    config = EngineConfig(decode=DecodeConfig(trace="eager"))
+    config.speculative = SpeculativeConfig(drafter, depth, **fields)  # pyright: ignore[reportArgumentType]
+    drafting = Engine(TINY, weights, config, vocabulary=VOCABULARY, costs=Costs((1, *(1.2,) * 7)))
+    drafting.cache, drafting.trace = ReplayedCache(TINY, drafting.dtype, 256), "replay"
+    recorder = drafting.ops.recorder
+    drafting.replay = RowsReplay(TINY, made.model, drafting.cache, recorder, memory, depth + 1)
+    if drafter == "mtp":
+        drafting.cache.state["hidden"] = mx.zeros((1, 1, TINY.hidden_size), drafting.dtype)
+    # Nothing is compiled here: that is for other tests.
+    assert drafting.speculator is not None
+    drafting.speculator.verifier._traced = lambda rows: False
+    drafting._traced_step = drafting._eager_step
+    return plain, drafting, memory
+
+
+def knowing(engine: Engine, text: list[int], right: Callable[[int], int]) -> None:
+    """Draft the text that plain decoding makes, with the first `right` of each draft true and the next wrong."""
+
+    def draft(history, token, depth, *_):
+        at = len(history) + 1
+        assert text[:at] == [*history, token], "the history told to drafters is what was fed"
+        found = text[at : at + depth]
+        most = right(len(found))
+        wrong = [(each + 1) % 400 for each in found[most : most + 1]]
+        found = [*found[:most], *wrong, *found[most + 1 :]]
+        return Draft(mx.array(found, dtype=mx.uint32)) if found else None
+
+    assert engine.speculator is not None
+    engine.speculator.drafter.draft = draft
+
+
+@pytest.mark.parametrize(("depth", "after"), [(2, 5), pytest.param(7, 50, marks=pytest.mark.full)])
+def test_a_recorded_verification_is_taken_back_at_every_position(weights, depth, after):
+    """State and the next tokens are plain decoding's, by further steps and by further verifications."""
+    plain, made, memory = verifying(weights, depth=depth)
+    first, states = plain.prefill(IDS), []
+    assert made.prefill(IDS) == first
+    tokens, start = [first], made.snapshot()
+    for _ in range(depth + 1):
+        tokens += plain.decode(tokens[-1], 1)
+        states.append(plain.export_state())
+    tokens += plain.decode(tokens[-1], after + depth)
+    speculator = made.speculator
+    assert speculator is not None
+    for kept in range(depth + 1):
+        made.restore(start)
+        knowing(made, [*IDS, *tokens], lambda most, kept=kept: min(kept, most))
+        with closing(speculator.stream(first, 20)) as stream:
+            assert [next(stream) for _ in range(kept + 1)] == tokens[1 : kept + 2]
+        assert made.position == len(IDS) + kept + 1
+        state = made.export_state()
+        for name, want in states[kept].items():
+            assert relative_rms(state[name], want) <= 2e-5, (kept, name)
+        # On from there by what is recorded, without looking at the state in between.
+        made.restore(start)
+        with closing(speculator.stream(first, 20)) as stream:
+            for _ in range(kept + 1):
+                next(stream)
+        want = tokens[kept + 2 : kept + 2 + after]
+        if kept % 2:
+            speculator._depth = lambda left: 0
+        assert made.decode(tokens[kept + 1], after) == want, kept
+        speculator.__dict__.pop("_depth", None)
+    ran = {(row["op"], row["variant"], row["tile"]) for row in made.executed()}
+    assert {("verify", "recorded", f"rows {depth + 1}"), ("rollback", "recorded", "rows 1")} <= ran
+    assert ("decode_step", "replay", "") in ran and memory.graphs == 1 + 2 * depth
+
+
+def test_recorded_verifications_meet_everything_else(weights):
+    """Drafts closed within, a look at the state in between, growth, samples, scores, a bad state."""
+    plain, made, memory = verifying(weights, depth=2)
+    first = plain.prefill(IDS)
+    tokens = [first, *plain.decode(first, 26)]
+    made.prefill(IDS)
+    start, text, speculator = made.snapshot(), [*IDS, *tokens], made.speculator
+    assert speculator is not None
+    knowing(made, text, lambda most: most)
+    with closing(speculator.stream(first, 20)) as stream:
+        assert next(stream) == tokens[1]
+        assert made.export_state()["keys"].shape[2] == made.position == len(IDS) + 3
+    assert made.position == len(IDS) + 1, "what was not handed out is taken back"
+    rng = np.random.default_rng(1)
+    knowing(made, text, lambda most: int(rng.integers(0, most + 1)))
+    assert made.decode(tokens[1], 9) == tokens[2:11]
+    made.cache.reserve(700)
+    assert made.decode(tokens[10], 6) == tokens[11:17] and made.speculation()["rollbacks"] > 2
+    # Samples keep to what they were; greedy ones come back to the recorded passes after them.
+    made.reset_executed()
+    speculator.drafter.draft = lambda history, token, depth, *_: Draft(mx.array([token] * depth, dtype=mx.uint32))
+    list(made.generate([tokens[16]], 3, Sampling(0.7)))
+    ran = {row["variant"] for row in made.executed() if row["op"] == "verify"}
+    assert ran and "recorded" not in ran
+    made.restore(start)
+    assert made.decode(first, 5) == tokens[1:6]
+    # The guard scores recorded rows of every number.
+    made.restore(start)
+    plain.reset()
+    plain.prefill(IDS)
+    made.reset_executed()
+    assert relative_rms(made.logits(tokens[:9], "decode"), plain.logits(tokens[:9], "decode")) <= 2e-5
+    ran = {row["tile"] for row in made.executed() if row["op"] == "verify" and row["variant"] == "recorded"}
+    assert ran == {"rows 2", "rows 3"}
+    with pytest.raises(CacheError, match="not the last"):
+        made.replay.keep(len(IDS), 1)
+    made.restore(start)
+    made.cache.state["recurrent"][0] = made.cache.state["recurrent"][0] * float("nan")
+    with pytest.raises(RuntimeError, match="not finite"):
+        made.decode(first, 4)
+    assert made.position == 0
+    del made, speculator, stream
+    gc.collect()
+    assert memory.graphs == 0
+
+
+def test_the_draft_head_reads_the_hidden_rows_of_recorded_passes():
+    """Its drafts, and what comes of them, are those it makes beside passes that MLX runs."""
+    weights = make_weights(TINY, 0, dtype=mx.float32, mtp=True)
+    plain, made, _ = verifying(weights, "mtp", depth=2)
+    config = EngineConfig(decode=DecodeConfig(trace="eager"), speculative=SpeculativeConfig("mtp", 2))
+    other = Engine(TINY, weights, config, vocabulary=VOCABULARY)
+    first = plain.prefill(IDS)
+    want = plain.decode(first, 10)
+    drafts = []
+    for engine in (made, other):
+        assert engine.prefill(IDS) == first and engine.speculator is not None
+        seen, draft = [], engine.speculator.drafter.draft
+        engine.speculator.drafter.draft = lambda *a, seen=seen, draft=draft: seen.append(draft(*a)) or seen[-1]
+        assert engine.decode(first, 4) == want[:4]
+        engine.speculator._depth = lambda left: 0
+        assert engine.decode(want[3], 1) == want[4:5]
+        del engine.speculator._depth
+        assert engine.decode(want[4], 5) == want[5:]
+        drafts.append([each.ids.tolist() for each in seen])
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 4
 
 
 def test_restore_points_growth_and_scores(weights):
