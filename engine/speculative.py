@@ -16,10 +16,10 @@ al., arXiv:2302.01318).
 - With ``decode.trace=step`` a verification is compiled once for each number of rows and bucket of positions, else it
   runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain steps in between
   keep to it.
-- With ``replay`` greedy verifications are recorded passes (`engine.replay.RowsReplay`), which plain steps follow without
-  a hand-over and which are taken back in their own way, whatever ``rollback`` says. Sampling and ``exact_verify`` keep
-  to the compiled form; there plain steps are replayed where some come together (`LEAST_REPLAYED`). Only the last of
-  replayed steps hands out its hidden row: the draft head goes on behind a gap.
+- With ``replay`` greedy verifications are recorded passes (`engine.replay.RowsReplay`): plain steps follow without a
+  hand-over, and rows are taken back in one way, whatever ``rollback`` says. Of several plain steps only the last hands
+  out its hidden row: the draft head goes on behind a gap. Sampling and ``exact_verify`` keep to what ``step`` does;
+  greedy plain steps between exact verifications are replayed where some come together (`LEAST_REPLAYED`).
 """
 
 from __future__ import annotations

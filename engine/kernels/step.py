@@ -112,7 +112,7 @@ def slide_metal(new: Sequence[mx.array], kept: mx.array, now: mx.array, before: 
     kinds = {array.dtype for array in (*new, now, before)}
     if not 0 < layers <= MOST_LAYERS or not fits or len(kinds) > 1 or channels % 8:
         raise KernelError(
-            f"slide_metal takes rows [1, rows, channels] of 1 to {MOST_LAYERS} layers and one type for {list(now.shape)}"
+            f"slide_metal takes rows [1, rows, channels] of 1 to {MOST_LAYERS} layers, one type, for {list(now.shape)}"
         )
     kernel = loader.load(TOPIC)["slide"]
     threads = -(-channels * now.dtype.size // 16 // 128) * 128
