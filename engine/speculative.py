@@ -523,8 +523,9 @@ class Verifier:
     def replay(self, rows: int) -> RowsReplay | None:
         """What runs recorded passes of so many rows, where there is one."""
         replay = self.engine.replay
-        fits = isinstance(replay, RowsReplay) and 1 < rows <= replay.rows and not self.exact
-        return replay if fits else None
+        if isinstance(replay, RowsReplay) and 1 < rows <= replay.rows and not self.exact:
+            return replay
+        return None
 
     def run(self, tokens: Sequence[int] | mx.array, scores: bool, recorded: bool = True) -> Verified:
         """Submit one pass over `tokens` ``[T]``; the cache holds all of them until `keep` takes some back.
@@ -924,11 +925,12 @@ class Speculator:
             # Not after a fault, which leaves an empty cache; steps still in flight have fed tokens too.
             if engine.position > before:
                 rows, replay = [*fed, *(each.item() for each in pending)][:-1], engine.replay
-                seen = self.wants_hidden and isinstance(replay, RowsReplay) and replay.running
-                if len(rows) > seen:
-                    self.missed(rows[: len(rows) - seen])
-                if seen:
+                if self.wants_hidden and isinstance(replay, RowsReplay) and replay.running:
+                    if rows[:-1]:
+                        self.missed(rows[:-1])
                     self.observe(rows[-1:], replay.hidden())
+                else:
+                    self.missed(rows)
 
     def _plain(
         self, token: int, count: int, recorded: int, sampling: Sampling, key: mx.array | None

@@ -410,39 +410,46 @@ def test_kernels_that_write_into_arrays_need_a_recorder():
         step.settle_metal(four[:1], mx.zeros((1,)), (four, mx.zeros((4,), mx.int32), four, mx.zeros((64,), mx.uint32)))
 
 
-def written(call: Launch) -> list[mx.array]:
-    """What a launch leaves in the arrays that it writes into."""
-    assert call.into is not None
-    simulated = Simulator()
-    simulated.before = [np.array(array.view(mx.uint16)).tobytes() for array in call.into]
-    return simulated.launch(dataclasses.replace(call, into=None))
+@pytest.fixture
+def written():
+    """What each launch leaves in the arrays that it writes into."""
+    seen: list[list[mx.array]] = []
+
+    def note(call: Launch) -> list[mx.array]:
+        assert call.into is not None
+        simulated = Simulator()
+        simulated.before = [np.array(array.view(mx.uint16)).tobytes() for array in call.into]
+        seen.append(simulated.launch(dataclasses.replace(call, into=None)))
+        return list(call.into)
+
+    with loader.recorded(note):
+        yield seen
 
 
 @pytest.mark.parametrize(("layers", "rows"), [(1, 1), (3, 2), (2, 3), (15, 8)])
-def test_rows_of_convolutions_move_on_and_back(layers, rows):
+def test_rows_of_convolutions_move_on_and_back(layers, rows, written):
     dtype = mx.float16 if layers == 1 else mx.float32
     made = lambda key, *shape: mx.random.normal(shape, key=mx.random.key(key)).astype(dtype)  # noqa: E731
     now, before = made(1, layers, 3, 136), made(2, layers, 3, 136)
     new = [made(3 + i, 1, rows, 136) for i in range(layers)]
-    whole = [mx.concatenate([now, mx.concatenate(new)], axis=1)]
-    seen: list[mx.array] = []
-    with loader.recorded(lambda call: seen.append(written(call)) or list(call.shapes)):
-        step.slide_metal(new, mx.array([99] * 4, mx.uint32), now, before, back=False)
-        assert mx.array_equal(seen[0][0], whole[0][:, rows:]) and mx.array_equal(seen[0][1], now)
-        for kept in range(1, rows):
-            step.slide_metal(new, mx.array([kept] * 4, mx.uint32), *seen[0], back=True)
-            assert mx.array_equal(seen[-1][0], whole[0][:, kept : kept + 3]) and mx.array_equal(seen[-1][1], now)
-        with pytest.raises(KernelError, match="one type"):
-            step.slide_metal(new, mx.array([1] * 4, mx.uint32), now[:, :2], before, back=True)
+    whole = mx.concatenate([now, mx.concatenate(new)], axis=1)
+    step.slide_metal(new, mx.array([99] * 4, mx.uint32), now, before, back=False)
+    after = written[0]
+    assert mx.array_equal(after[0], whole[:, rows:]) and mx.array_equal(after[1], now)
+    for kept in range(1, rows):
+        step.slide_metal(new, mx.array([kept] * 4, mx.uint32), after[0], after[1], back=True)
+        assert mx.array_equal(written[-1][0], whole[:, kept : kept + 3]) and mx.array_equal(written[-1][1], now)
+    with pytest.raises(KernelError, match="one type"):
+        step.slide_metal(new, mx.array([1] * 4, mx.uint32), now[:, :2], before, back=True)
 
 
-def test_a_state_of_fewer_rows_becomes_the_state():
-    states, seen = mx.random.normal((2, 4, 1, 32, 64), key=mx.random.key(0)), []
-    with loader.recorded(lambda call: seen.extend(written(call)) or list(call.shapes)):
-        step.back_metal(mx.array([2] * 4, mx.uint32), states)
-        with pytest.raises(KernelError, match="1024"):
-            step.back_metal(mx.array([2] * 4, mx.uint32), states[..., :31, :])
-    assert mx.array_equal(seen[0][:, 0], states[:, 2]) and mx.array_equal(seen[0][:, 1:], states[:, 1:])
+def test_a_state_of_fewer_rows_becomes_the_state(written):
+    states = mx.random.normal((2, 4, 1, 32, 64), key=mx.random.key(0))
+    step.back_metal(mx.array([2] * 4, mx.uint32), states)
+    ((after,),) = written
+    assert mx.array_equal(after[:, 0], states[:, 2]) and mx.array_equal(after[:, 1:], states[:, 1:])
+    with pytest.raises(KernelError, match="1024"):
+        step.back_metal(mx.array([2] * 4, mx.uint32), states[..., :31, :])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
