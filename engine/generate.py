@@ -166,6 +166,10 @@ class Engine:
             return reason
         return unsupported(self.config, self.model, self.engine.cache.layout)
 
+    def trusts(self, unit: str) -> bool:
+        """Whether a unit of `engine.proof` has not failed its self-test on this machine."""
+        return self._refuses is None or self._refuses("unit", unit) is None
+
     @property
     def _trace_chosen(self) -> str:
         if self.engine.decode.trace != "best":
@@ -706,8 +710,8 @@ class Engine:
         """``[{op, variant, tile, calls}]`` since the last reset.
 
         Beside the ops: ``prefill_pass`` (its submission and chunk), ``decode_step`` (how it was traced),
-        ``token_feedback`` (where the token came from), and with a drafter ``draft`` (its depth), ``verify`` (its rows)
-        and ``rollback``.
+        ``token_feedback`` (where the token came from), and with a drafter ``draft`` (its depth), ``verify`` (its rows;
+        ``recorded`` if it was a recorded pass) and ``rollback``.
         """
         return self.ops.recorder.executed()
 

@@ -524,6 +524,10 @@ class RowsReplay(Replay):
         self.backend.fill(self._at[0], start + rows, 4)
         self.cache.position = start + rows
 
+    def forget(self) -> None:
+        super().forget()
+        self._last = None
+
     def hidden(self) -> mx.array:
         """Rows ``[1, T, hidden]`` before the final norm of what ran last, which must have ended."""
         assert self._running is not None and self._running[1].hidden is not None

@@ -714,7 +714,7 @@ class Speculator:
         if costs is None:
             costs = self._measured(name)
         self.drafter = self._drafter(name, draft, frequent)
-        recorded = engine.trace == "replay" and not self.config.exact_verify
+        recorded = engine.trace == "replay" and not self.config.exact_verify and engine.trusts("recorded_rows")
         rollback = self._rollback(costs)
         self.costs = costs.taking_back_by("replay" if recorded else rollback)
         self.depth = self.config.depth

@@ -28,7 +28,7 @@ from engine.ops import bind, relative_rms
 from engine.ops.registry import VariantUnsupported
 from engine.replay import Replay, ReplayedCache, RowsReplay, unsupported
 from engine.sampling import Sampling
-from engine.speculative import Draft
+from engine.speculative import Draft, Speculator
 from engine.synthetic import make_weights, tiny_config
 from engine.weights import Matrix
 
@@ -505,6 +505,11 @@ def test_a_replay_that_fails_its_self_test_gives_way_to_the_compiled_step(weight
     made.engine.decode.trace = "replay"
     with pytest.raises(VariantUnsupported, match=r"trace=replay .*wrong tokens"):
         made._trace()
+    # Recorded passes of several rows have a self-test of their own.
+    made.engine.speculative = SpeculativeConfig("ngram", 2)
+    assert Speculator(made, costs=Costs((1,) * 8)).records
+    reasons[("unit", "recorded_rows")] = "its self-test failed here, wrong tokens"
+    assert not Speculator(made, costs=Costs((1,) * 8)).records
 
 
 def test_a_tuned_tile_of_the_head_is_the_same_in_every_form(weights):
