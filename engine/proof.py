@@ -255,7 +255,7 @@ def _drafted(engine: Any, text: list[int]) -> list[int]:
         found = text[at : at + depth] or [0]
         right = len(history) % (len(found) + 1)
         found = tuple(each ^ 1 if i == right else each for i, each in enumerate(found))
-        return Draft(mx.array(found, dtype=mx.uint32), known=found)
+        return Draft(found)
 
     engine.speculator.drafter.draft = draft
     made = engine.decode(text[-STEPS - 1], STEPS)

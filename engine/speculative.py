@@ -102,16 +102,23 @@ def accept_sampled(target: mx.array, proposal: mx.array, drafts: mx.array, key: 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens uint32 ``[depth]`` on the device; `proposal` are the probabilities they were drawn from, float32
-    ``[depth, vocabulary]``, or None if they were not drawn; `known` are the tokens where they are on the host."""
+    """Proposed tokens: on the device, uint32 ``[depth]``, or on the host; `proposal` are the probabilities they were
+    drawn from, float32 ``[depth, vocabulary]``, or None if they were not drawn."""
 
-    ids: mx.array
+    given: mx.array | tuple[int, ...]
     proposal: mx.array | None = None
-    known: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    @property
+    def ids(self) -> mx.array:
+        """The tokens on the device, uint32 ``[depth]``."""
+        return self.given if isinstance(self.given, mx.array) else mx.array(self.given, dtype=mx.uint32)
 
     def tokens(self) -> list[int]:
         """The tokens on the host; waits for them if need be."""
-        return self.ids.tolist() if self.known is None else list(self.known)  # pyright: ignore[reportReturnType]
+        return self.given.tolist() if isinstance(self.given, mx.array) else list(self.given)  # pyright: ignore[reportReturnType]
 
 
 class Drafter(Protocol):
@@ -162,7 +169,7 @@ class NgramDrafter:
     ) -> Draft | None:
         """Tokens after the longest suffix found, or None."""
         found = self.lookup(history, token, depth)
-        return None if found is None else Draft(mx.array(found, dtype=mx.uint32), known=tuple(found))
+        return None if found is None else Draft(tuple(found))
 
     def lookup(self, history: Sequence[int], token: int, depth: int) -> list[int] | None:
         """The same, as ids."""
@@ -887,9 +894,9 @@ class Speculator:
         draft = self.drafter.draft(self.history(), token, depth, sampling, key)
         if draft is None and self._forced is not None:
             # A measurement of forced acceptance must draft at every step.
-            draft = Draft(mx.array([token] * depth, dtype=mx.uint32))
+            draft = Draft((token,) * depth)
         if draft is not None:
-            self.engine.ops.recorder.record("draft", self.config.drafter, f"depth {draft.ids.shape[0]}")
+            self.engine.ops.recorder.record("draft", self.config.drafter, f"depth {len(draft)}")
         return draft
 
     def _recorded(self, count: int, left: int, sampling: Sampling) -> int:
@@ -972,7 +979,8 @@ class Speculator:
     ) -> Generator[int, None, None]:
         """One verification: its tokens, in order."""
         sampled = sampling.temperature > 0
-        if not sampled and self.verifier.replay(draft.ids.shape[0] + 1) is not None:
+        if not sampled and self.verifier.replay(len(draft) + 1) is not None:
+            draft = Draft(tuple(draft.tokens()))
             verified = self.verifier.run([token, *draft.tokens()], False)
         else:
             fed = mx.concatenate([mx.array([token], dtype=mx.uint32), draft.ids])
@@ -1018,7 +1026,7 @@ class Speculator:
             every = mx.arange(target.shape[-1], dtype=mx.uint32)
             proposal = (every[None] == draft.ids[:, None]).astype(mx.float32)
         kept, following = accept_sampled(target, proposal, draft.ids, key)
-        drafts: list[int] = draft.ids.tolist()  # pyright: ignore[reportAssignmentType]
+        drafts = draft.tokens()
         self._check(verified)
         accepted = int(kept.item())  # pyright: ignore[reportArgumentType]
         after = int(following.item())  # pyright: ignore[reportArgumentType]

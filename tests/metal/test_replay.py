@@ -157,7 +157,7 @@ def test_replayed_tokens_and_state_are_those_of_separate_ops(weights):
     assert made.decode(7, 5) == plain.decode(7, 5) and memory.graphs == 4
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("ngram", marks=pytest.mark.full), "mtp"])
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param("mtp", marks=pytest.mark.full)])
 def test_drafts_between_replayed_steps(drafter):
     """Forced wrong drafts make the depth step aside: rests are replayed, verifications are not, tokens are the same."""
     weights = make_weights(TINY, 0, dtype=mx.float32, mtp=True)
@@ -238,7 +238,7 @@ def knowing(engine: Engine, text: list[int], right: Callable[[int], int]) -> Non
         most = right(len(found))
         wrong = [(each + 1) % 400 for each in found[most : most + 1]]
         found = [*found[:most], *wrong, *found[most + 1 :]]
-        return Draft(mx.array(found, dtype=mx.uint32)) if found else None
+        return Draft(tuple(found)) if found else None
 
     assert engine.speculator is not None
     engine.speculator.drafter.draft = draft
@@ -285,7 +285,7 @@ def test_recorded_verifications_meet_everything_else(weights):
     """Drafts closed within, a look at the state in between, growth, samples, scores, a bad state."""
     plain, made, memory = verifying(weights, depth=2)
     first = plain.prefill(IDS)
-    tokens = [first, *plain.decode(first, 26)]
+    tokens = [first, *plain.decode(first, 20)]
     made.prefill(IDS)
     start, text, speculator = made.snapshot(), [*IDS, *tokens], made.speculator
     assert speculator is not None
@@ -296,23 +296,23 @@ def test_recorded_verifications_meet_everything_else(weights):
     assert made.position == len(IDS) + 1, "what was not handed out is taken back"
     rng = np.random.default_rng(1)
     knowing(made, text, lambda most: int(rng.integers(0, most + 1)))
-    assert made.decode(tokens[1], 9) == tokens[2:11]
+    assert made.decode(tokens[1], 8) == tokens[2:10]
     made.cache.reserve(700)
-    assert made.decode(tokens[10], 6) == tokens[11:17] and made.speculation()["rollbacks"] > 2
+    assert made.decode(tokens[9], 4) == tokens[10:14] and made.speculation()["rollbacks"] > 1
     # Samples keep to what they were; greedy ones come back to the recorded passes after them.
     made.reset_executed()
     speculator.drafter.draft = lambda history, token, depth, *_: Draft(mx.array([token] * depth, dtype=mx.uint32))
-    list(made.generate([tokens[16]], 3, Sampling(0.7)))
+    list(made.generate([tokens[13]], 3, Sampling(0.7)))
     ran = {row["variant"] for row in made.executed() if row["op"] == "verify"}
     assert ran and "recorded" not in ran
     made.restore(start)
-    assert made.decode(first, 5) == tokens[1:6]
+    assert made.decode(first, 3) == tokens[1:4]
     # The guard scores recorded rows of every number.
     made.restore(start)
     plain.reset()
     plain.prefill(IDS)
     made.reset_executed()
-    assert relative_rms(made.logits(tokens[:9], "decode"), plain.logits(tokens[:9], "decode")) <= 2e-5
+    assert relative_rms(made.logits(tokens[:8], "decode"), plain.logits(tokens[:8], "decode")) <= 2e-5
     ran = {row["tile"] for row in made.executed() if row["op"] == "verify" and row["variant"] == "recorded"}
     assert ran == {"rows 2", "rows 3"}
     with pytest.raises(CacheError, match="not the last"):
@@ -334,7 +334,7 @@ def test_the_draft_head_reads_the_hidden_rows_of_recorded_passes():
     config = EngineConfig(decode=DecodeConfig(trace="eager"), speculative=SpeculativeConfig("mtp", 2))
     other = Engine(TINY, weights, config, vocabulary=VOCABULARY)
     first = plain.prefill(IDS)
-    want = plain.decode(first, 10)
+    want = plain.decode(first, 8)
     drafts = []
     for engine in (made, other):
         assert engine.prefill(IDS) == first and engine.speculator is not None
@@ -344,9 +344,9 @@ def test_the_draft_head_reads_the_hidden_rows_of_recorded_passes():
         engine.speculator._depth = lambda left: 0
         assert engine.decode(want[3], 1) == want[4:5]
         del engine.speculator._depth
-        assert engine.decode(want[4], 5) == want[5:]
+        assert engine.decode(want[4], 3) == want[5:]
         drafts.append([each.ids.tolist() for each in seen])
-    assert drafts[0] == drafts[1] and len(drafts[0]) > 4
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 2
 
 
 def test_restore_points_growth_and_scores(weights):
