@@ -42,8 +42,6 @@ PHASES = 4
 """Steps with buffers of their own: the convolution's kernel, of 4 rows."""
 LEAST_ROOM = 512
 """Positions of the shortest recorded step; longer ones double, so that a long decode records few."""
-MOST_GRAPHS = 40
-"""Graphs kept at once: ten recorded steps of four phases, or twenty passes of rows that can be taken back."""
 
 Placed = tuple[Launch, Sequence[int], Sequence[tuple[int, ...]]]
 """A launch, the addresses of its inputs and outputs, and the strides of its inputs."""
@@ -207,6 +205,9 @@ class Replay:
         model: with everything folded, and weights packed. recorder: counts what runs.
     """
 
+    MOST_GRAPHS = 8 * PHASES
+    """Graphs kept at once."""
+
     def __init__(
         self, config: ModelConfig, model: FoldedModel, cache: ReplayedCache, recorder: Recorder, backend: Backend
     ):
@@ -314,7 +315,7 @@ class Replay:
         """A program and its key; recorded if there is none for where keys and values lie now."""
         key = (*wanted, self.cache.capacity, self._where)
         if key not in self._programs:
-            while sum(len(program.graphs) for program in self._programs.values()) >= MOST_GRAPHS:
+            while sum(len(program.graphs) for program in self._programs.values()) >= self.MOST_GRAPHS:
                 # The oldest may run still.
                 self.backend.synchronize()
                 for graph in self._programs.pop(next(iter(self._programs))).graphs:
@@ -452,7 +453,13 @@ class RowsReplay(Replay):
     A pass over several tokens is fed by the host, which waits for it: `verify`. It and the steps find the state, the
     convolutions' rows and the position in the same places, so that nothing is moved between them; for that a step's
     launches end with those that move the convolutions' rows on.
+
+    Args:
+        rows: most of a pass; as many states of each layer are held.
     """
+
+    MOST_GRAPHS = 64
+    """Passes of 1 to 8 rows, with logits and without, for two lengths: each has a graph to take rows back."""
 
     def __init__(
         self,
