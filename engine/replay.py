@@ -530,6 +530,7 @@ class RowsReplay(Replay):
         self.backend.start(program.graphs[1])
         self.backend.fill(self._at[0], start + rows, 4)
         self.cache.position = start + rows
+        self._fed = int(self.ring[(start + rows - 1) % step.RING])
 
     def forget(self) -> None:
         super().forget()
@@ -545,10 +546,12 @@ class RowsReplay(Replay):
         room = self._room(rows)
         if self._running is None:
             self._look()
+        # Recording may fail: the state is taken over after it.
+        found = self._found((rows, room, scores), lambda: self._record_rows(rows, room, scores))
+        if self._running is None:
             self._take_over(self._next_at)
-        self._running = self._found((rows, room, scores), lambda: self._record_rows(rows, room, scores))
-        self._phase = 0
-        return self._running[1]
+        self._running, self._phase = found, 0
+        return found[1]
 
     def _conv_rows(self, program: _Program) -> list[list[mx.array]]:
         return self._next
