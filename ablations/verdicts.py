@@ -102,7 +102,8 @@ def gate(
         return Gate(1, f"confirmed slower: {', '.join(confirmed)}{also}")
     if doubts:
         return Gate(2, f"cannot tell: {'; '.join(doubts)}")
-    return Gate(0, f"no confirmed slowdown in {len(verdicts)} contrasts")
+    count = f"{len(verdicts)} contrast{'' if len(verdicts) == 1 else 's'}"
+    return Gate(0, f"no confirmed slowdown in {count}")
 
 
 def _doubts(

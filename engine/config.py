@@ -364,6 +364,10 @@ class EngineConfig:
         """
         return _build(cls, values, "engine")
 
+    def validate(self) -> None:
+        """Raise `ConfigError` for a value that `from_dict` would refuse: a dataclass takes any."""
+        self.from_dict(self.to_dict())
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, the form kept in rows."""
         return dataclasses.asdict(self)

@@ -9,7 +9,6 @@ Exit status: 0 nothing is in the way, 1 something is (a failed self-test, a syst
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
 import importlib.metadata
@@ -23,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine.arguments import Arguments
 from engine.config import ModelConfig
 from engine.memory import SMALLEST_FRONTIER, attention_is_fused, largest_frontier, run_bytes, weight_bytes
 
@@ -486,7 +486,7 @@ def _progress_line(done: int, total: int, name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the diagnosis; see the module's text for the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m engine doctor", description=(__doc__ or "").splitlines()[0])
+    parser = Arguments(prog="python -m engine doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="test every variant on every case, not only the small ones")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args(argv)

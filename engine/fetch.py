@@ -11,7 +11,6 @@ else is left to the client, which reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HU
 
 from __future__ import annotations
 
-import argparse
 import errno
 import fcntl
 import fnmatch
@@ -46,6 +45,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from engine.arguments import Arguments
 from engine.checkpoint import (
     INDEX,
     MTP_FILE,
@@ -90,7 +90,7 @@ class RemoteFile:
 
 def main(argv: list[str]) -> int:
     """``fetch [model|mtp] [--model NAME[@REVISION]] [--into FOLDER]``: prints the path last; 2 if it cannot be had."""
-    parser = argparse.ArgumentParser(prog="python -m engine fetch", description="Get the real checkpoint.")
+    parser = Arguments(prog="python -m engine fetch", description="Get the real checkpoint.")
     parser.add_argument("what", nargs="?", choices=("model", "mtp"), default="model")
     parser.add_argument("--model", metavar="NAME[@REVISION]", help=f"repository (default {MODEL}; mtp: {MTP_MODEL})")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="mtp: checkpoint to put the draft head beside")

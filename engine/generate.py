@@ -82,7 +82,8 @@ class Engine:
         refuses: of our kernels, those that fail their self-test on this machine (`engine.proof`); None trusts all.
 
     Raises:
-        VariantUnsupported: a named variant or a combination of settings that cannot run here.
+        ConfigError: a setting of `engine` that is none. VariantUnsupported: a named variant or a combination of
+            settings that cannot run here.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Engine:
         refuses: Refuses | None = proof.refusal,
     ):
         self.config, self.engine = config, engine or EngineConfig()
+        self.engine.validate()
         self.dtype = dtype or activation_dtype()
         self.device = device_kind()
         self.tuned = load_tuned(config, weights, self.dtype) if tuned is None else tuned
@@ -296,6 +298,10 @@ class Engine:
     def _check(self, tokens: Sequence[int]) -> None:
         if len(tokens) == 0:
             raise ValueError("prefill needs at least one token")
+        kinds = set(map(type, tokens))
+        if kinds != {int}:
+            found = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(f"token ids must be of type int, got {found}; .tolist() makes ints of an array")
         low, high = min(tokens), max(tokens)
         if low < 0 or high >= self.config.vocab_size:
             bad = low if low < 0 else high
@@ -329,7 +335,11 @@ class Engine:
 
         Returns:
             The ids, or ``(ids, stamps)`` with a clock.
+
+        Raises:
+            ValueError: `first` is outside the vocabulary, or the tokens go past the model's context.
         """
+        self._check([first])
         self._room(count)
         if self.speculator is not None:
             return self._decode_drafted(self.speculator, first, count, clock)
@@ -565,9 +575,11 @@ class Engine:
         without, but a seed gives other ones.
 
         Raises:
-            ValueError: as `prefill`. NonFinite: a step's logits are NaN or infinite.
+            ValueError: as `prefill`, or a seed that is none. NonFinite: a step's logits are NaN or infinite.
         """
-        stops, key = frozenset(stop_ids), mx.random.key(0 if seed is None else seed)
+        if seed is not None and not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+        stops, key = frozenset(stop_ids), mx.random.key(seed or 0)
         room = self.config.max_position_embeddings - self.position - len(tokens)
         limit = min(max_tokens, room)
         if len(tokens) > 1:

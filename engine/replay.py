@@ -47,6 +47,15 @@ Placed = tuple[Launch, Sequence[int], Sequence[tuple[int, ...]]]
 """A launch, the addresses of its inputs and outputs, and the strides of its inputs."""
 
 
+def room_for(positions: int) -> int:
+    """Positions that a recorded step attends over, where the cache holds as many: `LEAST_ROOM`, doubled until it holds
+    `positions`."""
+    room = LEAST_ROOM
+    while room < positions:
+        room *= 2
+    return room
+
+
 class Backend(Protocol):
     """What replaying takes of a device; `engine.kernels.cuda.Device` has it."""
 
@@ -287,10 +296,7 @@ class Replay:
 
     def _room(self, rows: int) -> int:
         """Positions of the shortest recorded step that `rows` more rows fit."""
-        room = min(LEAST_ROOM, self.cache.capacity)
-        while room < self.cache.position + rows:
-            room = min(2 * room, self.cache.capacity)
-        return room
+        return min(room_for(self.cache.position + rows), self.cache.capacity)
 
     def _overtaken(self, slot: int) -> None:
         """Read what is written over next, where the host is a whole ring behind."""

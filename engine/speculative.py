@@ -766,6 +766,13 @@ class Speculator:
                 "speculative", "mtp", "these weights have no draft head; get it with: python -m engine fetch mtp"
             )
         most = self.config.draft_vocab
+        if most >= engine.vocabulary:
+            # The whole vocabulary under another name: a comparison with it would be one with itself.
+            raise VariantUnsupported(
+                "speculative",
+                f"draft_vocab {most}",
+                f"the model has {engine.vocabulary} tokens; take fewer, or 0 for all of them",
+            )
         if most:
             frequent = (range(engine.vocabulary) if frequent is None else frequent)[:most]
         return MtpDrafter(engine.model, engine.dtype, engine.engine.cache.step, frequent if most else None)

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.arguments import Arguments
 from reports.load import ReportError, runs_of
 
 
@@ -31,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except ReportError as error:
         print(f"reports: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"reports: {_denied(error)}; give another place", file=sys.stderr)
         return 2
     except Exception as error:
         if sys.flags.dev_mode:
@@ -45,8 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _denied(error: OSError) -> str:
+    """A file or disk that refused, and why, on one line."""
+    return " ".join(f"{error.filename or 'disk'}: {error.strerror or error}".split())
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m reports", description="Reports from the rows of a run.")
+    parser = Arguments(prog="python -m reports", description="Reports from the rows of a run.")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="build|compare|gate|baseline|exact|predict|catalogue|share"
     )
@@ -114,8 +126,10 @@ def _add_gate(commands: argparse._SubParsersAction) -> None:
         "--accept", nargs="+", default=[], choices=["os", "mlx", "mlx_lm"], help="known differences to the baseline"
     )
     gate.add_argument("--ignore", nargs="+", default=[], metavar="PATTERN", help="contrasts to leave out, and say so")
-    gate.add_argument("--base", type=Path, metavar="CHECKOUT", help="measure this checkout against that one first")
-    gate.add_argument("--head", type=Path, metavar="CHECKOUT", help="with --base: hold this one against it instead")
+    gate.add_argument("--base", type=_checkout, metavar="CHECKOUT", help="measure this checkout against that one first")
+    gate.add_argument(
+        "--head", type=_checkout, metavar="CHECKOUT", help="with --base: hold this one against it instead"
+    )
     gate.add_argument("--work", type=Path, metavar="DIR", help="with --base: folder for its runs")
     gate.add_argument("--set", nargs="+", default=[], metavar="key=value", help="with --base: settings of the sweep")
     gate.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
@@ -124,6 +138,13 @@ def _add_gate(commands: argparse._SubParsersAction) -> None:
     how.add_argument("--strict", action="store_true", help="show what cannot be told as failure")
     how.add_argument("--neutral", action="store_true", help="end with 0 where it cannot be told, and say so")
     gate.set_defaults(run=_gate)
+
+
+def _checkout(word: str) -> Path:
+    """A folder; an unset variable would stand for the current one, which is never slower than itself."""
+    if not word.strip():
+        raise argparse.ArgumentTypeError("names no folder")
+    return Path(word)
 
 
 # Imports wait until a command needs them: --help answers at once, without matplotlib.
@@ -152,6 +173,7 @@ def _gate(arguments: argparse.Namespace) -> int:
 
     if (arguments.gated is None) == (arguments.base is None):
         raise ReportError("gate takes a RUN, or --base CHECKOUT to measure one first")
+    _require_used(arguments)
     if arguments.base is not None:
         answer = base_head.gate(arguments.base, arguments.work, arguments.set, arguments.ignore, arguments.head)
     else:
@@ -160,11 +182,27 @@ def _gate(arguments: argparse.Namespace) -> int:
     for doubt in answer.doubts:
         if doubt.kind in ("unreadable", "other schema"):
             print(f"reports: {doubt.where}", file=sys.stderr)
-    print("\n".join(announce.announce(answer, arguments.strict, arguments.junit, arguments.summary)))
+    # The verdict comes first, so that a file that cannot be written does not hide it.
+    print("\n".join(announce.lines(answer, arguments.strict)), flush=True)
+    try:
+        announce.write(answer, arguments.strict, arguments.junit, arguments.summary)
+    except OSError as error:
+        print(f"reports: {_denied(error)}; the verdict stands, that file was not written", file=sys.stderr)
+        return answer.code or 2
     if answer.code == 2 and arguments.neutral:
         print("neutral: this run decides nothing", file=sys.stderr)
         return 0
     return answer.code
+
+
+def _require_used(arguments: argparse.Namespace) -> None:
+    """Refuse options that would change nothing: who gives them expects that they do."""
+    measuring = arguments.base is not None
+    names = ("confirm", "baseline", "accept") if measuring else ("head", "work", "set")
+    given = [f"--{name}" for name in names if getattr(arguments, name)]
+    if given:
+        what = "judges a RUN; without --base give its folder" if measuring else "goes with --base"
+        raise ReportError(f"{', '.join(given)} {what}")
 
 
 def _baseline(arguments: argparse.Namespace) -> int:

@@ -69,9 +69,11 @@ def junit(answer: Answer, strict: bool = False) -> str:
     """
     suite = ET.Element("testsuite", name="lilybench gate")
     for line in answer.lines:
-        case = ET.SubElement(suite, "testcase", classname=f"gate.{line.phase}", name=line.name)
+        case = ET.SubElement(
+            suite, "testcase", classname=text.one_line(f"gate.{line.phase}"), name=text.one_line(line.name)
+        )
         if line.word == "slower":
-            ET.SubElement(case, "failure", message=_headline(line)).text = line.reason
+            ET.SubElement(case, "failure", message=_headline(line)).text = text.one_line(line.reason)
         elif line.word in ("suspect", "cannot tell"):
             _undecided(case, f"{line.word}: {line.reason}", strict)
     for doubt in answer.doubts:
@@ -109,28 +111,31 @@ def _command(level: str, title: str, message: str) -> str:
     return f"::{level} title={title}::{message}"
 
 
-def announce(
+def lines(answer: Answer, strict: bool = False, environment: Mapping[str, str] | None = None) -> list[str]:
+    """Lines for stdout: annotations under GitHub Actions, then the verdict."""
+    environment = ci() if environment is None else environment
+    made = annotated(answer, strict) if environment.get("GITHUB_ACTIONS") == "true" else []
+    return [*made, text.one_line(answer.reason)]
+
+
+def write(
     answer: Answer,
     strict: bool = False,
     junit_file: Path | None = None,
     summary_file: Path | None = None,
     environment: Mapping[str, str] | None = None,
-) -> list[str]:
-    """Write what was asked for and return the lines for stdout: annotations under GitHub Actions, then the verdict.
-
-    The Markdown summary is also appended to the file that ``GITHUB_STEP_SUMMARY`` names.
+) -> None:
+    """Write what was asked for; the Markdown summary is also appended to the file that ``GITHUB_STEP_SUMMARY`` names.
 
     Raises:
         OSError: a file that cannot be written.
     """
     environment = ci() if environment is None else environment
     summary = markdown(answer, strict)
-    if summary_file is not None:
-        summary_file.write_text(summary, encoding="utf-8")
     if junit_file is not None:
         junit_file.write_text(junit(answer, strict), encoding="utf-8")
+    if summary_file is not None:
+        summary_file.write_text(summary, encoding="utf-8")
     if step := environment.get("GITHUB_STEP_SUMMARY"):
         with Path(step).open("a", encoding="utf-8") as file:
             file.write(summary)
-    lines = annotated(answer, strict) if environment.get("GITHUB_ACTIONS") == "true" else []
-    return [*lines, text.one_line(answer.reason)]

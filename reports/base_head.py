@@ -105,6 +105,8 @@ def with_defaults(given: Sequence[str]) -> list[str]:
 
 
 def _measured(measure: Measure, words: Sequence[str], run: Path) -> None:
+    # A comma in the path of a folder that is there separates no jobs.
+    run.mkdir(parents=True, exist_ok=True)
     code = measure(words)
     # A failed point is a doubt that the rows tell; without rows there is nothing to judge.
     if code == 2 or not (run / "runs.jsonl").is_file():

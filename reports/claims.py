@@ -108,7 +108,7 @@ def _rows(study: Study, claim: Claim, answers: Sequence[tuple[Result, About]]) -
                 "agrees": agrees(claim, result.verdict) if there else "another context",
                 "arm": result.arm,
                 "reference": result.reference,
-                "measured_on": _device(study.rows.runs, result.run_ids),
+                "measured_on": device_of(study.rows.runs, result.run_ids),
                 "run_ids": result.run_ids,
             }
         )
@@ -144,7 +144,8 @@ def _short_device(value: Any) -> str:
     return text.plain(value).split(",")[0]
 
 
-def _device(runs: Iterable[RunRow], run_ids: list[str]) -> str:
+def device_of(runs: Iterable[RunRow], run_ids: list[str]) -> str:
+    """The chips that some runs were made on."""
     return ", ".join(dict.fromkeys(chip_name(run) for run in runs if run.run_id in run_ids)) or text.ABSENT
 
 
@@ -178,7 +179,7 @@ def against_mlx(study: Study) -> Table:
         versions = f"mlx {version(run, 'mlx')}, mlx-lm {version(run, 'mlx_lm')}" if run else text.ABSENT
         interval = text.ABSENT if r.ratio is None else text.interval(r.low, r.high)
         row |= {"ratio": r.ratio, "low": r.low, "high": r.high, "interval": interval, "verdict": r.verdict}
-        rows.append(row | {"versions": versions, "measured_on": _device(study.rows.runs, r.run_ids)})
+        rows.append(row | {"versions": versions, "measured_on": device_of(study.rows.runs, r.run_ids)})
     columns = [Column("arm", "arm"), Column("phase", "phase"), Column("frontier", "context", text.tokens, True)]
     columns += [
         Column(f"published_{one.baseline.mlx}", f"Lily, against MLX {one.baseline.mlx} (M5 Max)", text.ratio, True)

@@ -128,6 +128,12 @@ def prompt_kind(run: RunRow) -> str:
     return str(run.prompt.get("kind") or NOT_RECORDED)
 
 
+def arms(run: RunRow) -> dict[str, dict[str, Any]]:
+    """What the arms of a process said of themselves, by name."""
+    told = run.model.get("arms")
+    return {str(k): v for k, v in told.items() if isinstance(v, dict)} if isinstance(told, dict) else {}
+
+
 def signature(run: RunRow) -> tuple[str, ...]:
     """What two runs must share before their windows may stand in one series."""
     return (chip_name(run), device_kind(run), model_name(run), version(run, "mlx"), version(run, "mlx_lm"))

@@ -56,6 +56,7 @@ DOUBTS: dict[str, str] = {
     "not run": "a contrast cannot run here, or the plan left it out",
     "other machine": "measured on another machine than what it is held against",
     "other model": "measured with another model, weights or prompt",
+    "other code": "the confirmation ran an arm with other code or settings than the run",
     "other version": "measured under another system or version of MLX or MLX-LM",
     "paravirtual": "a virtual device: results can be right there, timings mean nothing",
     "torn": "a file ends in an unfinished row",
@@ -191,7 +192,7 @@ def gate(
     )
 
 
-_UNCONFIRMABLE = ("other machine", "other model", "other version", "identical", "swapped")
+_UNCONFIRMABLE = ("other machine", "other model", "other code", "other version", "identical", "swapped")
 
 
 @dataclass(frozen=True)
@@ -364,7 +365,7 @@ def _estimate(r: Result) -> Estimate:
 def changed_ops(runs: Sequence[RunRow], before: str, after: str) -> list[str]:
     """Ops whose code or chosen variant differs between two arms, with what differs, as the processes recorded them."""
     for run in runs:
-        arms = _arms(run)
+        arms = facts.arms(run)
         one, other = arms.get(before) or {}, arms.get(after) or {}
         old, new = one.get("identity") or {}, other.get("identity") or {}
         chosen = one.get("chosen") or {}, other.get("chosen") or {}
@@ -377,12 +378,6 @@ def changed_ops(runs: Sequence[RunRow], before: str, after: str) -> list[str]:
         if old or new:
             return made
     return []
-
-
-def _arms(run: RunRow) -> dict[str, dict[str, Any]]:
-    """What the arms of a process said of themselves, by name."""
-    told = run.model.get("arms")
-    return {str(k): v for k, v in told.items() if isinstance(v, dict)} if isinstance(told, dict) else {}
 
 
 def _short(value: Any) -> str:
@@ -506,11 +501,23 @@ def _confirmable(seen: Study, again: Study, folder: Path) -> list[Doubt]:
         for name, kind, there, here in differences(again.rows.runs, seen.rows.runs)
         if name != "prompt"
     ]
+    for arm in seen.arms:
+        then, now = _code(seen, arm), _code(again, arm)
+        if arm in again.arms and then != now:
+            found.append(
+                Doubt("other code", f"{arm} is {', '.join(now)} in the confirmation, {', '.join(then)} in the run")
+            )
     if _same_times(seen, again):
         found.append(Doubt("identical", "the confirmation holds the very times of the run"))
     elif _began(again) < _began(seen):
         found.append(Doubt("swapped", "the confirmation was measured before the run that it should confirm"))
     return found
+
+
+def _code(one: Study, arm: str) -> list[str]:
+    """What an arm ran, shortened: its settings, and its checkout's code or else the commit of the harness."""
+    told = {(facts.arms(run).get(arm) or {}).get("code") or (run.git or {}).get("commit") for run in one.rows.runs}
+    return [_settings(one, arm), *sorted(_short(code) for code in told)]
 
 
 def _began(one: Study) -> str:
@@ -613,7 +620,7 @@ def _twins(seen: Study) -> list[str]:
 def _swapped_checkouts(seen: Study) -> list[Doubt]:
     """Base against head: the base must not be the newer commit."""
     for run in seen.rows.runs:
-        arms = _arms(run)
+        arms = facts.arms(run)
         dates = {name: facts.finite((arms.get(name) or {}).get("commit_time")) for name in ("base", "head")}
         if dates["base"] and dates["head"] and dates["base"] > dates["head"]:
             return [Doubt("swapped", "the base's commit is newer than the head's: were the checkouts exchanged?")]
@@ -631,7 +638,7 @@ def _notes(seen: Study, kept: Study | None, ignored: Sequence[str]) -> list[str]
         if ops:
             made.append(f"ops changed since the baseline: {', '.join(ops)}")
     for run in seen.rows.runs[:1]:
-        arms = _arms(run)
+        arms = facts.arms(run)
         for name in ("base", "head"):
             if name in arms:
                 made.append(f"{name}: commit {_short(arms[name].get('commit'))}, code {_short(arms[name].get('code'))}")
@@ -646,7 +653,7 @@ def _settings(one: Study, arm: str) -> str:
 
 
 def _ops_since(kept: Study, seen: Study) -> list[str]:
-    then, now = (_arms(s.rows.runs[0]) if s.rows.runs else {} for s in (kept, seen))
+    then, now = (facts.arms(s.rows.runs[0]) if s.rows.runs else {} for s in (kept, seen))
     made: dict[str, None] = {}
     for arm in set(then) & set(now):
         old, new = (side[arm].get("identity") or {} for side in (then, now))

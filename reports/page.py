@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from reports import claims, drafting, facts, figures, interplay, ladder, limits, quality, summary, tables, text
+from reports import claims, drafting, facts, figures, interplay, ladder, limits, quality, summary, tables, text, tiles
 from reports.cells import Study, study
 from reports.load import ReportError, Rows, read_rows
 from sweeps.rows import SCHEMA
@@ -65,11 +65,13 @@ def build(folders: Sequence[Path], output: Path | None = None) -> Path:
     pairs = interplay.details(seen)
     grids = interplay.grid(seen, pairs)
     more = [claims.claims(seen), claims.facts(), claims.against_mlx(seen), ladder.table(rungs), pairs, *grids]
+    more += (sizes := tiles.tiles(seen))
     more += [quality.quality(seen), *limits.limits(seen), *(drafts := drafting.drafting(seen))]
     made = tables.tables(seen) | {table.name: table for table in more}
     context = _context(seen, drawn, made) | {
         "grids": grids,
         "drafts": drafts,
+        "sizes": [table for table in sizes if table.rows],
         "interplay": interplay.MEANING,
         "untested": claims.untested(seen),
     }

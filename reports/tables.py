@@ -12,7 +12,7 @@ from typing import Any
 
 from reports import text
 from reports.cells import Study
-from reports.facts import chip_name, device_kind, finite, flatten, model_name, version
+from reports.facts import arms, chip_name, device_kind, finite, flatten, model_name, version
 from reports.summary import requested_against_executed
 from sweeps.rows import RunRow
 
@@ -395,21 +395,27 @@ def configs(runs: Sequence[RunRow]) -> list[tuple[str, str]]:
 
 
 def differences(a: Sequence[RunRow], b: Sequence[RunRow]) -> list[dict[str, str]]:
-    """What differs between two runs beside their rows: machine, model, versions, prompt, settings."""
+    """What differs between two runs beside their rows: machine, model, versions, prompt, settings, code of arms."""
     looks: dict[str, Callable[[RunRow], Any]] = {
         "device": chip_name,
         "kind of device": device_kind,
+        "memory": lambda r: r.machine.get("memory"),
+        "system": lambda r: r.machine.get("os"),
         "model": model_name,
         "mlx": lambda r: version(r, "mlx"),
         "mlx-lm": lambda r: version(r, "mlx_lm"),
         "python": lambda r: version(r, "python"),
         "project version": lambda r: r.project_version,
         "commit": lambda r: r.git.get("commit"),
+        "uncommitted changes": lambda r: r.git.get("dirty"),
         "configuration": lambda r: r.config_hash,
     }
     for table in ("model", "prompt"):
         keys = {key for run in (*a, *b) for key in getattr(run, table)} - {"name", "arms", "config"}
         looks |= {f"{table} {key}": lambda r, t=table, k=key: getattr(r, t).get(k) for key in sorted(keys)}
+    for arm in sorted({arm for run in a for arm in arms(run)} & {arm for run in b for arm in arms(run)}):
+        for fact, key in (("code", "code"), ("op code", "identity"), ("variants", "chosen")):
+            looks[f"{fact} of {arm}"] = lambda r, n=arm, k=key: arms(r).get(n, {}).get(k)
     rows = []
     for name, look in looks.items():
         left, right = (list(dict.fromkeys(text.plain(look(r)) for r in runs)) for runs in (a, b))

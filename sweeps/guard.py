@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -238,7 +239,10 @@ def elsewhere(engine: Engine, executed: list[list[str]]) -> list[list[str]]:
                 continue
             cases = bound.op.timing(engine.config, 1, min(choice.context or LONG, LONG))
             variant = bound.op.variants[choice.variant]
-            errors = [case_error(bound.op, variant, case, engine.dtype, **choice.settings) for case in cases]
+            try:
+                errors = [case_error(bound.op, variant, case, engine.dtype, **choice.settings) for case in cases]
+            except Exception:  # not vouched for; what the arm's other contexts run may well be right
+                continue
             if cases and max(errors) <= bound.op.tolerance[dtype]:
                 made.append(line)
     return [list(line) for line in sorted(made)]
@@ -254,9 +258,9 @@ def longer(engine: Engine, executed: list[list[str]], lengths: Iterable[int]) ->
     compared = {op for op, _, _ in made} - {"head"}
     for rows, end in sorted({shape for length in lengths for shape in _chunks(length, chunk)}):
         for bound in engine.ops.all():
-            if bound.op.name in compared and not _known(bound, rows, made):
+            if bound.op.name in compared and not known(bound, rows, made):
                 for case in bound.op.timing(engine.config, rows, min(end, LONG + rows)):
-                    line = _held(bound, case, engine.dtype, made)
+                    line = held(bound, case, engine.dtype, made)
                     made += [] if line is None else [line]
     return [list(line) for line in sorted(made)]
 
@@ -268,7 +272,7 @@ def _chunks(length: int, chunk: int) -> set[tuple[int, int]]:
     return made | ({(chunk, length - last)} if length - last >= chunk else set())
 
 
-def _known(bound: BoundOp, rows: int, made: Sequence[tuple[str, str, str]]) -> bool:
+def known(bound: BoundOp, rows: int, made: Sequence[tuple[str, str, str]]) -> bool:
     """Whether a call with `rows` rows is seen from the binding alone to run what is in `made`."""
     few = rows <= bound.decode_rows
     variant = bound.decode if few else bound.prefill
@@ -277,7 +281,7 @@ def _known(bound: BoundOp, rows: int, made: Sequence[tuple[str, str, str]]) -> b
     return (bound.op.name, variant.name) in {line[:2] for line in made}
 
 
-def _held(bound: BoundOp, case: Any, dtype: Any, made: Sequence[tuple[str, str, str]]) -> tuple[str, str, str] | None:
+def held(bound: BoundOp, case: Any, dtype: Any, made: Sequence[tuple[str, str, str]]) -> tuple[str, str, str] | None:
     """The line of what an op runs on a case, if it is new and agrees with the reference."""
     from engine.ops.bind import tile_of
     from engine.ops.selftest import comparable, relative_rms
@@ -302,20 +306,26 @@ def _held(bound: BoundOp, case: Any, dtype: Any, made: Sequence[tuple[str, str, 
     return line if worst <= bound.op.tolerance[str(dtype).rpartition(".")[2]] else None
 
 
-def same_path(check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]]) -> str | None:
-    """Why a guard's check does not speak for a timed window: an op that ran there by another variant; None if it does.
+def same_path(
+    check: Mapping[str, Any], executed: Iterable[Mapping[str, Any]], frontier: int | None = None
+) -> str | None:
+    """Why a guard's check does not speak for a timed window: an op that ran there by another variant, or by one that is
+    wrong at its context; None if it does.
 
     Args:
-        check: a row's ``check``. executed: the window's ``executed``.
+        check: a row's ``check``. executed: the window's ``executed``. frontier: tokens cached before it, if it decodes.
     """
     guarded = check.get("figures", {}).get("executed")
     if not guarded:
         return None
     prefill = check["figures"].get("phase") == "prefill"
     seen, ran = _by_op(guarded), _by_op(paths(executed))
+    for op, variant, tile, at, why in check["figures"].get("off", ()):
+        if at == frontier and (variant, tile) in ran.get(op, ()):
+            return f"{op} ran as {_words([(variant, tile)])} behind {at} tokens in the timed window: {why}"
     for op in sorted(set(seen) & set(ran)):
         # A timed prefill scores its last row only, the guard every row: the head may rightly be another variant. An
-        # engine in another process can be asked for its text alone, not for what longer or shorter prompts run.
+        # engine of other code, in another process, can be asked for its text alone, not for what other lengths run.
         if prefill and (op == "head" or ("lengths" not in check["figures"] and seen[op] & ran[op])):
             continue
         if other := ran[op] - seen[op]:
@@ -340,8 +350,9 @@ def _words(variants: Iterable[tuple[str, str]]) -> str:
 class PointGuard:
     """The guard of a session: called with a point, it gives a check for every arm by name.
 
-    A check holds for an arm and a phase at all frontiers (contexts are short and 8K, not each frontier), so it is made
-    once and then repeated. Arms that time themselves elsewhere, and stubs, have none.
+    A check holds for an arm and a phase at all frontiers, so it is made once and then repeated: whole passes are
+    compared at short contexts and 8K, and what a timed frontier runs beside that is held against its op's reference.
+    Arms that time themselves elsewhere, and stubs, have none.
 
     Args:
         job: its contrasts say which arm is held against which. shared: the model, or None for a job without one.
@@ -355,6 +366,7 @@ class PointGuard:
         self._known: dict[tuple[str, str, str], dict[str, Any]] = {}
         self._oracle: Any = None
         self._recordings: dict[tuple[int, int, int], Recording] = {}
+        self._reached: dict[tuple, tuple[list[list[str]], list[list[Any]]]] = {}
 
     @property
     def scope(self) -> Scope:
@@ -398,12 +410,9 @@ class PointGuard:
             original = self._original(arm)
             return self._of(original, phase) if original else {}
         if self.shared is not None and self.shared.synthetic:
-            if "checkout" in arm.options:
-                # Layers can be looked into in this process only, and its engine is the head's.
-                if arm.name != "head":
-                    return {}
-                arm = replace(arm, options={})
-            return self._once(arm, "", phase=phase, make=lambda: self._layers(arm, phase))
+            # Layers can be looked into in this process only.
+            here = self._here(arm)
+            return self._once(here, "", phase=phase, make=lambda: self._layers(here, phase)) if here else {}
         checks = []
         for contrast in self.job.contrasts:
             reference = self._arms.get(contrast.reference)
@@ -439,6 +448,16 @@ class PointGuard:
         except Exception as error:
             return Check("logits", False, f"not compared: {error}", {"reference": baseline.name})
 
+    def _here(self, arm: Arm) -> Arm | None:
+        """An arm that runs in this process and computes what `arm` does: one of another checkout has none, unless that
+        holds this very code."""
+        if "checkout" not in arm.options:
+            return arm
+        from sweeps.subjects import remote
+
+        same = remote.code_hash(Path(arm.options["checkout"])) == remote.code_hash(remote.ROOT)
+        return replace(arm, options={}) if same else None
+
     def _original(self, arm: Arm) -> Arm | None:
         """The arm that an A/A arm repeats or a slowed arm slows: a copy computes what its original does."""
 
@@ -467,7 +486,7 @@ class PointGuard:
                 positions=positions,
                 chunk=int(subjects[0].describe().get("chunk") or 2048),
             )
-            check = self._at_all_lengths(check, getattr(subjects[0], "engine", None), phase)
+            check = self._at_all_lengths(check, arm, subjects[0], phase)
         finally:
             for subject in subjects:
                 subject.close()
@@ -496,17 +515,47 @@ class PointGuard:
             rows, steps = self.scope.rows, self.scope.steps
             count, context = (rows, 0) if phase == "prefill" else (rows + steps, rows)
             check = layerwise(engine, self._recording(count, context, min(chunk, rows)))
-            check = self._at_all_lengths(check, engine, phase)
+            check = self._at_all_lengths(check, arm, subject, phase)
         finally:
             subject.close()
         return _with(check, phase=phase)
 
-    def _at_all_lengths(self, check: Check, engine: Engine | None, phase: Phase) -> Check:
-        """`check` of a prefill with what the timed lengths run beside what was compared."""
-        if phase != "prefill" or engine is None or not check.passed:
+    def _at_all_lengths(self, check: Check, arm: Arm, subject: Subject, phase: Phase) -> Check:
+        """`check` with what the timed lengths run beside what was compared, and what is wrong there.
+
+        A subject of another process is not looked into: an engine of the same code stands for it, if there is one.
+        """
+        engine: Engine | None = getattr(subject, "engine", None)
+        if not check.passed or (engine is None and "checkout" not in arm.options):
             return check
-        lengths = [point.frontier for point in self.job.points if point.phase == "prefill"]
-        return _with(check, executed=longer(engine, check.figures["executed"], lengths), lengths=sorted(set(lengths)))
+        if engine is None:
+            from sweeps.subjects import make
+
+            here = self._here(arm)
+            if here is None:
+                return check
+            own = make(here, self.job, self.shared)
+            try:
+                return self._at_all_lengths(check, here, own, phase)
+            finally:
+                own.close()
+        points = [point for point in self.job.points if point.phase == phase and arm.name not in point.skip]
+        lengths, seen = sorted({point.frontier for point in points}), check.figures["executed"]
+        key = (arm.hash or arm.name, phase, tuple(map(tuple, seen)))
+        if key not in self._reached:
+            self._reached[key] = self._reach(engine, phase, seen, points)
+        seen, off = self._reached[key]
+        return _with(check, executed=seen, lengths=lengths, **({"off": off} if off else {}))
+
+    def _reach(
+        self, engine: Engine, phase: Phase, seen: list[list[str]], points: Sequence[Point]
+    ) -> tuple[list[list[str]], list[list[Any]]]:
+        """What an engine runs at `points` that is right, with what it was `seen` to run, and what is wrong there."""
+        if phase == "prefill":
+            return longer(engine, seen, [point.frontier for point in points]), []
+        from sweeps.reach import reached
+
+        return reached(engine, seen, [(point.frontier, point.decode_tokens) for point in points])
 
     def _logits(self, arm: Arm, reference: Arm, phase: Phase, scope: Scope | None = None) -> Check:
         from sweeps.subjects import make
@@ -526,7 +575,7 @@ class PointGuard:
                 positions=scope.positions,
                 chunk=min(chunk, scope.positions),
             )
-            check = self._at_all_lengths(check, getattr(subjects[0], "engine", None), phase)
+            check = self._at_all_lengths(check, arm, subjects[0], phase)
         finally:
             for subject in subjects:
                 subject.close()

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from pathlib import Path
 
 from sweeps import calibration, environment
@@ -80,8 +81,9 @@ def run(job: Job) -> int:
     built = report(job)
     measured = any(row.status == "ok" and row.block >= 0 for row in tables.samples)
     if not measured and not failed:
-        reasons = dict.fromkeys(row.reason for row in tables.samples if row.reason)
-        print(f"nothing was measured: {next(iter(reasons), 'no window ran')}", file=sys.stderr)
+        # That of most rows: an arm that can never run says nothing of the others.
+        reasons = Counter(row.reason for row in tables.samples if row.reason).most_common(1)
+        print(f"nothing was measured: {reasons[0][0] if reasons else 'no window ran'}", file=sys.stderr)
     return 0 if sound and built and not failed and measured else 1
 
 

@@ -569,14 +569,14 @@ class Session:
         self.tools.in_flight(cell)
         self.tools.device.reset_peak()
         live.subject.reset_executed()
-        with time_limit(self._cap - spent_ns / 1e9):
+        with time_limit(self._cap, spent_ns / 1e9):
             row = work()
         # An engine in a process of its own has an allocator of its own.
         memory = getattr(live.subject, "memory", self.tools.device.memory)
         row.peak_bytes, row.active_bytes = memory()
         row.footprint_bytes = psutil.Process().memory_info().rss
         row.executed = live.subject.executed()
-        other = same_path(row.check, row.executed) if row.check else None
+        other = same_path(row.check, row.executed, row.frontier) if row.check else None
         if other:
             row.check = row.check | {"passed": False, "reason": other}
         self.tools.in_flight(None)
@@ -755,7 +755,8 @@ class Session:
     def _over_budget(self) -> str:
         if self.job.settings.get("part_seconds"):
             return "the time of this part is used up; the same command goes on"
-        return f"the budget of {self.job.budget_seconds:g} s is used up"
+        share = "this session's share of " if self.job.sessions > 1 else ""
+        return f"{share}the budget of {self.job.budget_seconds:g} s is used up"
 
     def _trial(self, place: int, block: int, turn: int) -> int:
         """A number of its own for every prompt of the job; arms in the same turn of a block share it."""

@@ -382,6 +382,8 @@ class Tuner:
         declared = op.order[self.kind, cell.phase]  # pyright: ignore[reportArgumentType]
         if variant.reads_host and (cell.phase == "decode" or variant.name not in declared):
             return "it reads back to the host"
+        if variant.unsteady and self.kind != "cpu":
+            return variant.unsteady
         few = op.order[self.kind, "decode"]  # pyright: ignore[reportArgumentType]
         if cell.phase == "prefill" and cell.rows <= DECODE_ROWS and variant.name in few:
             return f"its place ends at {op.decode_rows[self.kind]} rows here"

@@ -147,17 +147,21 @@ class Tools:
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `WindowTimeout` in the main thread once `seconds` have passed; a call into native code ends first."""
+def time_limit(seconds: float, spent: float = 0.0) -> Iterator[None]:
+    """Raise `WindowTimeout` in the main thread once `seconds` have passed; a call into native code ends first.
+
+    spent: seconds of them that are over already, by the stretches of a walk before this one.
+    """
     if seconds == float("inf") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ring(*_: Any) -> None:
-        raise WindowTimeout(f"still running after {seconds:g} s, the cap")
+        earlier = f", {spent:.1f} s of them for the walk so far" if spent else ""
+        raise WindowTimeout(f"still running after {seconds:g} s, the cap{earlier}")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds - spent, 1e-6))
     try:
         yield
     finally:

@@ -116,7 +116,7 @@ def work(job: Job, session: int, budget_seconds: float, attempt: str) -> int:
         sentinel=_sentinel(job, clock, row.machine),
         device=NoDevice() if shared is None else MlxDevice(),
         conditions=environment.conditions,
-        guard=None if shared is None else PointGuard(job, shared, prompts),
+        guard=None if shared is None else PointGuard(without(job, absent), shared, prompts),
         least=_least(job, shared),
         launches=_launches(shared),
         report=progress.line,
@@ -145,6 +145,14 @@ def build(job: Job, shared: Any) -> tuple[dict[str, Subject], dict[str, tuple[St
         except SubjectOutOfMemory as error:
             absent[arm.name] = ("oom", one_line(error))
     return made, absent
+
+
+def without(job: Job, absent: Iterable[str]) -> Job:
+    """The job less arms that cannot be built, by which the others are guarded: one that fails there blocks all."""
+    gone = set(absent)
+    arms = [arm for arm in job.arms if arm.name not in gone]
+    contrasts = [one for one in job.contrasts if not gone & {one.arm, one.reference}]
+    return dataclasses.replace(job, arms=arms, contrasts=contrasts)
 
 
 class Progress:

@@ -23,6 +23,26 @@ def test_a_model_that_is_not_there_is_one_line(command: str, capsys: pytest.Capt
     assert err.startswith(f"{command}: --model /no/such/model") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("chat", "--top-k", "x"), "--top-k: invalid int value: 'x'"),
+        (("serve", "--draft", "model"), "choose from 'off', 'mtp', 'ngram'"),
+        (("doctor", "--bogus"), "unrecognized arguments: --bogus"),
+        (("fetch", "bogus"), "choose from 'model', 'mtp'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_command_line_that_cannot_be_read_is_one_line(
+    command: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        engine_cli.main(list(command))
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and f"python -m engine {command[0]} --help" in line
+
+
 def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "engine.serve.server", raising=False)

@@ -209,6 +209,26 @@ def test_a_confirmation_reads_text_of_its_own_of_the_same_kind(tmp_path: Path) -
     assert other.code == 2 and "prompt kind is random in the confirmation, text in the run" in other.reason
 
 
+@pytest.mark.parametrize("where", ["code", "commit", "arm_hash"])
+def test_other_code_confirms_and_clears_nothing(where: str, tmp_path: Path) -> None:
+    slow = write(tmp_path / "slow", tables("slow", 0.95))
+    for ratio in (0.95, 1.0):
+        runs, samples, contrasts = tables("again", ratio, began=5)
+        for run in runs:
+            arms = run.model["arms"]
+            if where == "code":
+                run.model = {**run.model, "arms": {**arms, "head": {**arms["head"], "code": "z"}}}
+        if where == "commit":
+            # An engine in the harness's own process is the harness's commit.
+            for run in runs:
+                run.model = {**run.model, "arms": {}}
+                run.git = {"commit": "f" * 40}
+        if where == "arm_hash":
+            samples = [dataclasses.replace(row, arm_hash="other") if row.arm == "head" else row for row in samples]
+        answer = gate(slow, [write(tmp_path / f"{where}{ratio}", (runs, samples, contrasts))])
+        assert answer.code == 2 and "other code" in kinds(answer), answer.reason
+
+
 def test_a_confirmation_is_later_and_is_no_copy(tmp_path: Path) -> None:
     slow = write(tmp_path / "slow", tables("slow", 0.95, began=5))
     early = write(tmp_path / "early", tables("early", 0.95, began=0))
@@ -347,6 +367,63 @@ def test_summary_junit_and_annotations_from_the_command_line(
     assert summary.read_text(encoding="utf-8").startswith("## Gate") and ET.parse(junit)
     assert main(["gate", str(doubtful), "--neutral"]) == 0
     assert main(["gate", str(doubtful), "--strict"]) == 2
+
+
+def test_a_file_that_cannot_be_written_hides_no_slowdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, again = write(tmp_path / "slow", tables("slow", 0.95)), write(tmp_path / "again", tables("again", 0.95, 5))
+    same, nowhere = write(tmp_path / "same", tables("same")), str(tmp_path / "nowhere" / "file")
+    for option in ("--junit", "--summary"):
+        assert main(["gate", str(slow), "--confirm", str(again), option, nowhere]) == 1
+        said = capsys.readouterr()
+        assert said.out.startswith("confirmed slower") and f"{nowhere}: No such file" in said.err
+        assert main(["gate", str(same), option, nowhere, "--neutral"]) == 2
+        assert capsys.readouterr().out.startswith("no confirmed slowdown in 1 contrast\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--base", ""], "names no folder"),
+        (["--base", ".", "--head", " "], "names no folder"),
+        (["--base", ".", "--baseline", "main"], "--baseline judges a RUN"),
+        (["--base", ".", "--confirm", "a", "--accept", "os"], "--confirm, --accept judges a RUN"),
+        (["run", "--set", "sessions=3"], "--set goes with --base"),
+        (["run", "--head", "x", "--work", "y"], "--head, --work goes with --base"),
+    ],
+)
+def test_words_that_would_change_nothing_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(["gate", *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_stopped_by_hand_is_no_slowdown_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reports.base_head.gate", stop)
+    assert main(["gate", "--base", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_junit_is_xml_whatever_rows_hold(tmp_path: Path) -> None:
+    nasty = "a<&\"' \x1b[0m \x00 \ud800 \ufffe"
+    slow = gate(
+        write(tmp_path / "slow", tables("slow", 0.95)), [write(tmp_path / "again", tables("again", 0.95, began=5))]
+    )
+    (line,) = slow.lines
+    for word in ("slower", "cannot tell", "ok"):
+        answer = dataclasses.replace(
+            slow, lines=(dataclasses.replace(line, name=nasty, contrast=nasty, reason=nasty, word=word),)
+        )
+        (case,) = (c for c in ET.fromstring(announce.junit(answer).encode()) if c.get("classname") == "gate.decode")
+        assert (case.get("name") or "").startswith("a<&\"' ")
 
 
 def test_a_reason_cannot_start_a_workflow_command(tmp_path: Path) -> None:

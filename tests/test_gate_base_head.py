@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from sweeps.sentinel import Sentinel
 from sweeps.session import Session
 from sweeps.store import Store, write_job
 from sweeps.subjects.base import SubjectError, SubjectOutOfMemory, SubjectUnsupported
-from sweeps.subjects.remote import ROOT, Child, Remote, RemoteError
+from sweeps.subjects.remote import ROOT, Child, Remote, RemoteError, code_hash
 from sweeps.window import NoDevice, Tools
 
 ADAPTER = """
@@ -177,6 +178,7 @@ def test_remote_subject_does_what_its_engine_does(tmp_path: Path) -> None:
     assert {line["op"] for line in subject.executed()} == {"prefill", "decode"}
     subject.reset_executed()
     assert subject.executed() == []
+    assert len(subject.describe()["code"]) == 16
     with pytest.raises(SubjectUnsupported, match="stays there"):
         subject.export_state()
     subject.close()
@@ -263,3 +265,45 @@ def test_gate_refuses_a_checkout_that_is_not_there_and_a_sweep_without_rows(tmp_
         base_head.gate(tmp_path / "nowhere")
     with pytest.raises(ReportError, match="left no rows"):
         base_head.gate(checkout(tmp_path / "b"), tmp_path / "w", measure=lambda words: 2)
+
+
+def test_an_engine_that_does_not_load_is_named_in_one_line(tmp_path: Path) -> None:
+    for name, text, said in (
+        ("syntax", "def make(:", "SyntaxError: invalid syntax"),
+        ("gone", "import sys; sys.exit(3)", "ended with code 3"),
+        ("value", "def make(arm, model): raise ValueError('no such kernel')", "no such kernel"),
+    ):
+        side = checkout(tmp_path / name)
+        (side / "lilybench_subject.py").write_text(text, encoding="utf-8")
+        arm = Arm("head", "engine", options={"checkout": str(side), "process": ""})
+        with pytest.raises(SubjectError, match=f"head: {side} cannot be loaded: .*{said}"):
+            Remote(arm, two(tmp_path / "run", side, side, 1, 1, "r"))
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_code_behind_an_adapter_is_all_of_its_repository(git: bool, tmp_path: Path) -> None:
+    side = checkout(tmp_path / "side")
+    if git:
+        (side / ".gitignore").write_text("made/\n", encoding="utf-8")
+        subprocess.run(["git", "init", "-q"], cwd=side, check=True)
+    (side / "core").mkdir()
+    (side / "core" / "step.py").write_text("fast = True\n", encoding="utf-8")
+    before = code_hash(side)
+    (side / "made").mkdir()
+    (side / "made" / "log.txt").write_text("no code", encoding="utf-8")
+    assert code_hash(side) == before
+    (side / "core" / "step.py").write_text("fast = False\n", encoding="utf-8")
+    assert code_hash(side) != before
+
+
+def test_a_comma_in_the_work_folder_separates_no_jobs(tmp_path: Path) -> None:
+    words: list[str] = []
+
+    def measure(given: Sequence[str]) -> int:
+        words.extend(given)
+        return 2
+
+    with pytest.raises(ReportError, match="left no rows"):
+        base_head.gate(checkout(tmp_path / "it's, x=1"), tmp_path / "a, 'b' \"c\"", measure=measure)
+    (job,) = compose.jobs(compose.parse(words))
+    assert compose.request(job).run_dir == tmp_path / "a, 'b' \"c\"" / "first"

@@ -11,7 +11,15 @@ import pytest
 from scipy import stats
 
 from engine.checkpoint import load
-from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, ExpertsConfig, PrefillConfig
+from engine.config import (
+    ConfigError,
+    DecodeAttentionConfig,
+    DecodeConfig,
+    EngineConfig,
+    ExpertsConfig,
+    PrefillConfig,
+    SpeculativeConfig,
+)
 from engine.device import activation_dtype, second_stream
 from engine.generate import MOST_TRACES, Engine, NonFinite, Sampling, sample
 from engine.ops import VariantUnsupported, experts
@@ -142,11 +150,55 @@ def test_log_probabilities_are_computed_when_asked_for(weights, expected):
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [([], "at least one token"), ([-1], "token id -1"), ([512], "token id 512"), ([1] * 5000, "context of 4096")],
+    [
+        ([], "at least one token"),
+        ([-1], "token id -1"),
+        ([512], "token id 512"),
+        ([1] * 5000, "context of 4096"),
+        ([1, 2.5], "type int, got float, int"),
+        ([None], "type int, got NoneType"),
+        (np.array([1, 2]), "got int64; .tolist"),
+    ],
 )
 def test_bad_tokens_are_refused_by_name(weights, tokens, message):
     with pytest.raises(ValueError, match=message):
         make(weights).prefill(tokens)
+
+
+@pytest.mark.parametrize("first", [-1, 512, 10**7, 1.5])
+@pytest.mark.parametrize("drafter", ["off", "ngram"])
+def test_a_token_to_decode_from_is_looked_at_too(weights, first, drafter):
+    """An embedding row far outside its matrix ends the process."""
+    engine = make(weights, speculative=SpeculativeConfig(drafter))
+    engine.prefill(IDS[:4])
+    with pytest.raises(ValueError, match="token id"):
+        engine.decode(first, 2)
+    assert engine.position == 4 and len(engine.decode(5, 2)) == 2
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 64])
+def test_a_seed_that_is_none_is_refused(weights, seed):
+    with pytest.raises(ValueError, match="seed must be from 0"):
+        next(make(weights).generate(IDS[:4], 2, Sampling(1.0), seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prefill": PrefillConfig(chunk=0)}, "engine.prefill.chunk=0: must be at least 1"),
+        ({"prefill": PrefillConfig(chunk=-5)}, "prefill.chunk=-5"),
+        ({"prefill": PrefillConfig(stretch=-1)}, "prefill.stretch=-1: must be at least 0"),
+        ({"prefill": PrefillConfig(submission="never")}, "submission='never': must be one of chunk, layer"),
+        ({"speculative": SpeculativeConfig("mtp3")}, "drafter='mtp3': must be one of off, mtp"),
+        ({"speculative": SpeculativeConfig("ngram", depth=0)}, "depth=0: must be at least 1"),
+        ({"speculative": SpeculativeConfig("ngram", depth=2.5)}, "depth=2.5: must be of type int"),
+        ({"speculative": SpeculativeConfig("ngram", rollback="none")}, "rollback='none': must be one of"),
+    ],
+)
+def test_settings_given_in_python_are_checked_as_those_of_files_are(weights, fields, message):
+    """A negative chunk once failed by an assertion, and a depth of 0 drafted nothing without a word."""
+    with pytest.raises(ConfigError, match=message):
+        make(weights, **fields)
 
 
 def test_a_non_finite_logit_stops_the_run(weights):

@@ -6,6 +6,8 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -201,6 +203,35 @@ def test_the_device_is_asked_by_difference(monkeypatch):
     monkeypatch.setattr(launches, "_records", lambda profile, work: Counter())
     with pytest.raises(Uncounted, match="recorded no kernel"):
         on_device(seen.append)
+
+
+def test_kernels_of_a_profile_are_told_from_calls_of_the_host_and_copies():
+    """Read from the profiler's own records: torch's list of events takes many times as long to make."""
+
+    def record(name, device):
+        return SimpleNamespace(name=lambda: name, device_type=lambda: SimpleNamespace(name=device))
+
+    host = [record("cudaLaunchKernel", "CPU")] * 5
+    gpu = [record(name, "CUDA") for name in ("gemv", "Memcpy DtoD", "gemv", "Memset (Device)", "norm")]
+    results = SimpleNamespace(events=lambda: [*host, *gpu])
+    assert launches._kernels(SimpleNamespace(profiler=SimpleNamespace(kineto_results=results))) == {
+        "gemv": 2,
+        "norm": 1,
+    }
+
+
+@pytest.mark.full
+def test_torch_keeps_the_records_that_kernels_are_read_from():
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        torch.zeros(3) + 1
+    profiler: Any = seen.profiler
+    events: Any = seen.events()
+    names = Counter(record.name() for record in profiler.kineto_results.events())
+    assert names["aten::add"] == 1 and names == Counter(event.name for event in events)
+    assert launches._kernels(seen) == {}
 
 
 def test_a_session_asks_once_after_its_last_window(run_dir):

@@ -105,6 +105,16 @@ def test_recurrent_state_error_stays_flat_over_a_thousand_steps():
     assert errors[1] < 1e-5 and errors[1] < 20 * max(errors[0], 1e-8)
 
 
+def test_the_recurrence_compiled_for_a_gpu_is_the_recurrence(monkeypatch):
+    op = OPS["gated_delta"]
+    arguments = op.inputs(next(case for case in op.cases if case["rows"] == 5), mx.float32, 0)
+    want = op.variants["recurrence"].run(*arguments)
+    monkeypatch.setattr("engine.ops.gated_delta.device_kind", lambda: "cuda")
+    got = op.variants["recurrence"].run(*arguments)
+    for mine, theirs in ((got[0], want[0]), (got[2], want[2])):
+        assert relative_rms(mine, theirs) < 1e-6
+
+
 def test_an_unknown_variant_is_refused_with_the_names_there_are():
     with pytest.raises(VariantUnsupported, match="no such variant; there are reference, mlx, expanded"):
         bind(EngineConfig(linear="mxl"), "cpu")

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import report_rows as rows
 
-from reports import text
+from reports import tables, text
 from reports.__main__ import main
 from reports.cells import study
 from reports.load import ReportError, read_rows
@@ -595,6 +595,20 @@ def test_compare_finds_the_ratio(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for file in (made, made.with_suffix(".md")):
         source = file.read_text(encoding="utf-8")
         assert "not paired" in source and "also differ in mlx" in source and "0.33.0" in source
+
+
+def test_compare_names_another_system_memory_and_code() -> None:
+    told = {"full": {"code": "aa", "identity": {"experts": "1"}, "chosen": {"linear": "mlx"}}, "odd": None}
+    old = rows.run_row(machine=rows.MAC | {"os": "macOS 15.6", "memory": 1}, model=rows.REAL | {"arms": told})
+    assert not tables.differences([old], [old])
+    arm = {"code": "bb", "identity": {"experts": "2"}, "chosen": {"linear": "packed"}}
+    machine = rows.MAC | {"os": "macOS 26.1", "memory": 2}
+    new = rows.run_row(
+        machine=machine, model=rows.REAL | {"arms": {"full": arm}}, git={"commit": "0123abc", "dirty": True}
+    )
+    found = [row["fact"] for row in tables.differences([old], [new])]
+    kept = ["code of full", "op code of full", "variants of full"]
+    assert found == ["memory", "system", "uncommitted changes", *kept]
 
 
 def test_compare_refuses_what_has_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

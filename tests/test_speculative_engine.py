@@ -18,9 +18,9 @@ from engine.depth import GUESSED, Costs, DepthController
 from engine.device import device_kind
 from engine.generate import Engine, NonFinite
 from engine.ops import VariantUnsupported
-from engine.sampling import Sampling, kept_scores
+from engine.sampling import Sampling, kept_scores, sample
 from engine.serve.reuse import Prefixes
-from engine.speculative import Draft, MtpDrafter
+from engine.speculative import Draft, MtpDrafter, accept_sampled
 from engine.synthetic import make_weights, tiny_config
 
 TINY = tiny_config(4)
@@ -29,8 +29,8 @@ REPEATED = (IDS[:12] * 5)[:55]
 CHEAP = Costs((1, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07))
 NEXT = 50
 """Tokens compared after a rollback."""
-ENDS = 120
-"""Draws from end to end; the 20,000 are drawn where the decision is made (`test_speculative.py`)."""
+ENDS = 60
+"""Draws from end to end; 20,000 are drawn where the decision is made."""
 
 
 class Oracle:
@@ -176,22 +176,76 @@ def test_what_ran_is_on_record(weights):
 # -- sampling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
-def test_sampled_tokens_keep_their_distribution(weights, drafter):
-    how = Sampling(temperature=1.0, top_k=3)
-    engine = make(weights, drafter=drafter, depth=1)
+def test_twenty_thousand_drafted_draws_are_distributed_as_plain_ones(weights, monkeypatch):
+    """At one position, over all tokens: what the head draws, judged by the model's row, beside draws of that row."""
+    how, total, batch = Sampling(temperature=1.0), 20_000, 5_000
+    engine, rows = make(weights, drafter="mtp", depth=1), []
+    drafter, pick = engine.speculator.drafter, MtpDrafter._pick
     engine.prefill(REPEATED[:-1], last=False)
-    start = engine.snapshot()
-    p = np.array(mx.softmax(kept_scores(make(weights).logits(REPEATED)[-1:], how)[0])).astype(np.float64)
-    engine.restore(start)
-    draws = []
+    monkeypatch.setattr(MtpDrafter, "_pick", lambda self, h, *rest: (rows.append(h), pick(self, h, *rest))[1])
+    drafter.draft(REPEATED[:-1], REPEATED[-1], 1, how, mx.random.key(0))
+    h = mx.broadcast_to(rows[0], (1, batch, TINY.hidden_size))
+    scores = kept_scores(make(weights).logits(REPEATED)[-1:], how)
+    p = mx.softmax(scores, axis=-1)
+    target = mx.broadcast_to(p[None], (batch, 2, p.shape[-1]))
+    made, plain, kept = [], [], 0
+    for seed in range(total // batch):
+        keys = mx.random.split(mx.random.key(seed), 3)
+        drafts, proposal, _ = pick(drafter, h, how, keys[0])
+        right, after = accept_sampled(target, proposal[:, None], drafts[:, None], keys[1])
+        made.append(np.array(mx.where(right > 0, drafts, after)))
+        plain.append(np.array(sample(mx.broadcast_to(scores, (batch, scores.shape[-1])), how, keys[2])))
+        kept += int(right.sum().item())
+    assert 0.1 * total < kept < 0.9 * total, "what is kept and what replaces it both count"
+    found, free = (np.bincount(np.concatenate(draws), minlength=p.shape[-1]) for draws in (made, plain))
+    wanted = total * np.array(p[0]).astype(np.float64)
+    often = wanted >= 10
+    found, free, wanted = (np.append(x[often], x[~often].sum()) for x in (found, free, wanted))
+    assert often.sum() > 100
+    assert stats.chisquare(found, wanted * total / wanted.sum()).pvalue > 1e-4
+    assert stats.chi2_contingency(np.array([found, free])[:, found + free > 0]).pvalue > 1e-4
+
+
+class Sure:
+    """A drafter that always proposes the same token, without having drawn it."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def draft(self, history, token, depth, sampling, key):
+        return Draft(mx.array([self.token] * depth, dtype=mx.uint32))
+
+    def observe(self, tokens, hidden): ...
+
+    def snapshot(self): ...
+
+    def restore(self, snapshot, position): ...
+
+    def arrays(self):
+        return []
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "sure"])
+def test_sampled_tokens_keep_their_distribution(embedded, drafter):
+    """From end to end, where the model hesitates between tokens that are drafted: most drafts are kept, not all."""
+    how = Sampling(temperature=1.0, top_k=3)
+    text = held_out(embedded, "code", 120)
+    every = np.array(mx.softmax(kept_scores(trained(embedded).logits(text), how), axis=-1)).astype(np.float64)
+    at = 20 + int(np.abs(every[20:].max(axis=-1) - 0.5).argmin())
+    prompt, p = text[: at + 1], every[at]
+    engine = trained(embedded, drafter="mtp" if drafter == "mtp" else "ngram", depth=1)
+    if drafter == "sure":
+        engine.speculator.drafter = Sure(int(p.argmax()))
+    engine.prefill(prompt[:-1], last=False)
+    start, draws = engine.snapshot(), []
     for seed in range(ENDS):
-        draws.append(next(engine.generate(REPEATED[-1:], 2, how, seed=seed)))
+        draws.append(next(engine.generate(prompt[-1:], 2, how, seed=seed)))
         engine.restore(start)
     counts = np.bincount(draws, minlength=len(p))
     assert counts[p == 0].sum() == 0
     assert stats.chisquare(counts[p > 0], ENDS * p[p > 0] / p.sum()).pvalue > 1e-4
-    assert engine.speculation()["steps"] == ENDS
+    told = engine.speculation()
+    assert told["steps"] == ENDS and 0.2 * ENDS < told["accepted"] < 0.95 * ENDS
 
 
 def test_a_seed_fixes_drafted_samples(weights):
@@ -420,6 +474,13 @@ def test_a_checkpoint_without_a_head_is_told_where_to_get_one():
     bare = make_weights(TINY, 0, dtype=mx.float32)
     with pytest.raises(VariantUnsupported, match="python -m engine fetch mtp"):
         make(bare, drafter="mtp")
+
+
+@pytest.mark.parametrize("size", [453, 32_768])
+def test_a_trimmed_vocabulary_that_trims_nothing_is_refused(weights, size):
+    """It was measured as one of that size and ran as the whole."""
+    with pytest.raises(VariantUnsupported, match=f"draft_vocab {size} .*453 tokens; take fewer"):
+        make(weights, drafter="mtp", draft_vocab=size)
 
 
 def test_a_draft_model_must_have_the_same_tokens(weights):

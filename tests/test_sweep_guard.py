@@ -13,9 +13,12 @@ import pytest
 from mlx.utils import tree_map_with_path
 
 from ablations.guard import Check
+from engine.cache import PagedCache
 from engine.config import EngineConfig
+from engine.generate import Engine
+from engine.ops.registry import OPS
 from engine.synthetic import tiny_config, write_checkpoint
-from sweeps import baseline
+from sweeps import baseline, reach
 from sweeps.clock import ManualClock
 from sweeps.guard import PointGuard, Scope, _chunks, paths, same_path
 from sweeps.layers import Recording, steps
@@ -23,8 +26,11 @@ from sweeps.points import Arm, Contrast, Job, Point
 from sweeps.prompts import Prompts, WordEncoder
 from sweeps.store import write_job
 from sweeps.subjects import make
+from sweeps.subjects.base import SubjectUnsupported
 from sweeps.subjects.mlx_lm import MlxLm
+from sweeps.subjects.remote import ROOT
 from sweeps.subjects.shared import Shared, build_lm_model
+from sweeps.worker import build, without
 
 CONFIG = tiny_config(4, hidden_size=128, experts=8, num_experts_per_tok=2)
 TEXT = [(i * 2654435761) % 2**32 % 440 for i in range(300)]
@@ -174,13 +180,15 @@ def test_trained_weights_are_checked_by_their_logits_against_the_contrasts_refer
     arms = [engine_arm(), BASELINE, engine_arm("aa", hash="e")]
     arms[2].aa = True
     contrasts = [Contrast("c", "full", "mlx_lm"), Contrast("A/A", "aa", "full")]
-    guard = guard_for(checkpoint, job(checkpoint.spec, arms, contrasts))
+    points = [Point("p", "prefill", 256, 1), Point("p", "decode", 300, 1)]
+    guard = guard_for(checkpoint, dataclasses.replace(job(checkpoint.spec, arms, contrasts), points=points))
     for phase in ("prefill", "decode"):
         made = guard(Point("p", phase, 256, 1))
         check = made["full"]
         assert check["name"] == "logits" and check["passed"], check["reason"]
         assert check["figures"]["reference"] == "mlx_lm" and check["figures"]["positions"] == 192
         assert check["figures"]["contexts"] == ([8] if phase == "decode" else [0])
+        assert check["figures"]["lengths"] == ([300] if phase == "decode" else [256])
         assert check["figures"]["first_192"]["kl_mean"] == check["figures"]["kl_mean"]
         assert made["aa"] == check
 
@@ -221,6 +229,22 @@ def test_skipped_arms_and_stubs_have_no_check(synthetic):
     assert guard_for(synthetic, job(SYNTHETIC, [engine_arm()]))(Point("p", "decode", 256, 1, skip={"full": "no"})) == {}
     stubs = job({}, [Arm("a", "stub")])
     assert PointGuard(stubs, None, Prompts(WordEncoder(64)))(Point("p", "decode", 256, 1)) == {}
+
+
+def test_an_arm_that_cannot_be_built_blocks_no_other(synthetic):
+    """A draft head that the weights lack once blocked every arm of the question, as a guard that failed."""
+    drafts = {"speculative": EngineConfig().to_dict()["speculative"] | {"drafter": "model"}}
+    arms = [engine_arm("off"), engine_arm("drafting", "d", **drafts), engine_arm("plain", "p", linear="mlx")]
+    pairs = [Contrast("a", "drafting", "off"), Contrast("b", "plain", "drafting"), Contrast("c", "plain", "off")]
+    made, point = job(SYNTHETIC, arms, pairs), Point("p", "prefill", 256, 1)
+    absent = build(made, synthetic)[1]
+    assert list(absent) == ["drafting"]
+    with pytest.raises(SubjectUnsupported):
+        guard_for(synthetic, made)(point)
+    left = without(made, absent)
+    assert [one.name for one in left.contrasts] == ["c"]
+    checks = guard_for(synthetic, left)(point)
+    assert {name: check["passed"] for name, check in checks.items()} == {"off": True, "plain": True}
 
 
 @pytest.mark.parametrize(
@@ -279,6 +303,144 @@ def test_guarded_path_is_that_of_the_window(synthetic):
     subject.reset_executed()
     subject.decode(first.next_token, 2)
     assert same_path(guard(Point("p", "decode", 64, 1))["full"], subject.executed()) is None
+
+
+# -- what runs far out is held against the reference there -----------------------------------------
+
+FAR = 600
+BLOCKS = {"variant": "matmul", "split": "blocks", "min_context": 512}
+POINTS = [Point("near", "decode", 64, 1, decode_tokens=2), Point("far", "decode", FAR, 1, decode_tokens=2)]
+
+
+def attending(**fields) -> Arm:
+    """An arm whose keys are split in chunks in short contexts and in blocks in long ones."""
+    arm = engine_arm(**fields)
+    arm.config["decode_attention"] |= BLOCKS
+    return arm
+
+
+def plant(monkeypatch, name, wrong):
+    """Wrap a variant of decode attention: `wrong(keys, settings)` says where its result is twice what it should be."""
+    variant = OPS["decode_attention"].variants[name]
+
+    def run(q, keys, values, *rest, **settings):
+        return variant.run(q, keys, values, *rest, **settings) * (2 if wrong(q, keys, settings) else 1)
+
+    bad = dataclasses.replace(variant, run=run)
+    monkeypatch.setitem(OPS["decode_attention"].variants, name, bad)  # type: ignore[arg-type]
+
+
+def window(subject, frontier) -> list[dict]:
+    """What a timed window behind `frontier` tokens executes."""
+    subject.reset()
+    first = subject.prefill([at % 440 for at in range(frontier)]).next_token
+    subject.reset_executed()
+    subject.decode(first, 2)
+    return subject.executed()
+
+
+def reaching(shared, made: Job, *seen: str) -> dict:
+    """The check of a job's one arm whose guard saw no more than decode attention by the variant and tile `seen`."""
+    told = Check("layers", True, "", {"executed": [["decode_attention", *seen]], "phase": "decode"})
+    subject = make(made.arms[0], made, shared)
+    return guard_for(shared, made)._at_all_lengths(told, made.arms[0], subject, "decode").to_dict()
+
+
+def test_the_split_of_long_contexts_is_held_against_the_reference_there(synthetic, monkeypatch):
+    arm = attending()
+    made = dataclasses.replace(job(SYNTHETIC, [arm]), points=POINTS)
+    subject = make(arm, made, synthetic)
+    near, far = window(subject, 64), window(subject, FAR)
+    assert "blocks" in str(paths(far)) and "chunks" in str(paths(near))
+    check = guard_for(synthetic, made)(POINTS[0])["full"]
+    assert check["figures"]["lengths"] == [64, FAR] and "off" not in check["figures"]
+    assert same_path(check, near, 64) is same_path(check, far, FAR) is None
+    plant(monkeypatch, "matmul", lambda q, keys, settings: settings["split"] == "blocks")
+    check = reaching(synthetic, made, "matmul", "chunks")
+    assert check["passed"] and same_path(check, near, 64) is None
+    reason = str(same_path(check, far, FAR))
+    assert reason.startswith(
+        f"decode_attention ran as matmul blocks behind {FAR} tokens in the timed window: it is off"
+    )
+    json.dumps(check)
+
+
+def test_a_path_that_is_wrong_far_out_alone_is_refused_there(synthetic, monkeypatch):
+    """Its name says nothing of where: what the guard saw right behind few tokens is no excuse."""
+    made = dataclasses.replace(job(SYNTHETIC, [engine_arm()]), points=POINTS)
+    ran = [line("decode_attention", "matmul", "none")]
+    plant(monkeypatch, "matmul", lambda q, keys, settings: keys.shape[2] > 512)
+    check = reaching(synthetic, made, "matmul", "none")
+    assert same_path(check, ran, 64) is None
+    assert f"behind {FAR} tokens" in str(same_path(check, ran, FAR))
+
+
+def test_what_cannot_be_tried_at_a_context_is_not_vouched_for_there(synthetic, monkeypatch):
+    def fails(self, index, positions):
+        raise RuntimeError("no pages there")
+
+    monkeypatch.setattr(PagedCache, "shown", fails)
+    skipped = dataclasses.replace(POINTS[1], skip={"full": "no room"})
+    for points, tried in ((POINTS, [64, FAR]), ([POINTS[0], skipped], [64])):
+        made = job(SYNTHETIC, [engine_arm(cache={"layout": "paged", "step": 256})])
+        check = reaching(synthetic, dataclasses.replace(made, points=points), "gathered", "none")
+        assert [at for _, _, _, at, _ in check["figures"]["off"]] == tried == check["figures"]["lengths"]
+        reason = same_path(check, [line("decode_attention", "gathered", "none")], 64)
+        assert str(reason).endswith("it cannot be tried there: RuntimeError: no pages there")
+
+
+@pytest.mark.parametrize(("trace", "layout"), [("eager", "paged"), ("step", "contiguous"), ("step", "paged")])
+def test_what_is_tried_is_what_a_window_runs(synthetic, trace, layout):
+    """By the names that windows record, with drafts and without, on both sides of a change of the split."""
+    for drafter in ("off", "ngram"):
+        config = EngineConfig.from_dict(engine_arm(cache={"layout": layout, "step": 256}).config)
+        config.decode.trace, config.decode_attention.split = trace, "blocks"
+        config.decode_attention.min_context = 512
+        config.speculative.drafter, config.speculative.depth, config.speculative.force = drafter, 2, "1"
+        engine = Engine(CONFIG, synthetic.weights, config, dtype=mx.float32)
+        # Two tokens further the bucket of a traced step, and the keys of an eager one, reach the blocks.
+        for frontier in (64, 511 if trace == "eager" else 255):
+            engine.reset()
+            first = engine.prefill([at % 440 for at in range(frontier)])
+            engine.reset_executed()
+            engine.decode(first or 0, 8)
+            ran = {tuple(line) for line in paths(engine.executed()) if line[0] == "decode_attention"}
+            tried = reach._attention(engine, frontier, 8)
+            assert ran <= {line for line, _ in tried}
+            assert {call.rows for _, call in tried} == ({1} if drafter == "off" else {1, 3})
+            assert all(reach._attention_error(engine, call) < 1e-5 for _, call in tried)
+
+
+def test_rows_of_a_verification_are_held_too(synthetic, monkeypatch):
+    arm = engine_arm(speculative={"drafter": "ngram", "depth": 2})
+    engine = make(arm, job(SYNTHETIC, [arm]), synthetic).engine  # type: ignore[attr-defined]
+    seen = [["decode_attention", "matmul", "none"], ["experts", "other", ""]]
+    lines, off = reach.reached(engine, seen, [(64, 8)])
+    # Ops that attention is not: what two rows run, held against the reference.
+    assert off == [] and ["experts", engine.ops.experts.decode.name, ""] in lines
+    plant(monkeypatch, "matmul", lambda q, keys, settings: q.shape[2] > 1)
+    _, off = reach.reached(make(arm, job(SYNTHETIC, [arm]), synthetic).engine, seen, [(64, 8)])  # type: ignore[attr-defined]
+    assert [line[:4] for line in off] == [["decode_attention", "matmul", "none", 64]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize(
+    "attention",
+    [{}, {"heads": "1"}, {"lanes": "apart"}, {"split": "none"}, {"split": "chunks"}, {"split": "blocks"}],
+    ids=str,
+)
+def test_our_attention_agrees_at_every_long_context(attention, layout):
+    far = dataclasses.replace(CONFIG, max_position_embeddings=262_144)
+    arm = engine_arm(cache={"layout": layout, "step": 256})
+    arm.config["decode_attention"] |= {"variant": "metal"} | attention
+    shared = Shared({**SYNTHETIC, "config": dataclasses.asdict(far)})
+    engine = make(arm, job(SYNTHETIC, [arm]), shared).engine  # type: ignore[attr-defined]
+    points = [(at, 32) for at in (256, 16_384, 32_768, 131_072)]
+    lines, off = reach.reached(engine, [["decode_attention", "none yet", ""]], points)
+    assert off == []
+    tiles = {tile.split()[0] for _, variant, tile in lines if variant == "metal"}
+    assert tiles == ({"chunks", "blocks"} if attention.get("split") == "blocks" else {attention.get("split", "blocks")})
 
 
 # -- the baseline's correctness -------------------------------------------------------------------
@@ -427,3 +589,16 @@ def test_copies_take_the_check_of_their_original(checkpoint):
     copies = [dataclasses.replace(a, name=f"{a.name}.slowed", hash="x", options={"slowdown": 2}) for a in plain]
     guard = guard_for(checkpoint, job(checkpoint.spec, [*plain, *copies]))
     assert [guard._original(copy) for copy in copies] == plain
+
+
+def test_a_checkout_of_this_very_code_is_looked_into_here(synthetic, checkpoint, tmp_path):
+    """The head of a gate: an engine of this process tells what other lengths run. Of other code nothing is known."""
+    point = Point("p", "prefill", 66, 1)
+    for name, folder, seen in (("head", ROOT, [66]), ("other", tmp_path, None)):
+        arm = dataclasses.replace(engine_arm(name, hash=name), options={"checkout": str(folder), "process": ""})
+        made = dataclasses.replace(job(SYNTHETIC, [arm]), points=[point])
+        check = guard_for(synthetic, made)(point)
+        assert (check[name]["figures"]["lengths"] == seen) if seen else check == {}
+        told = Check("logits", True, "", {"executed": [["experts", "many", ""]], "phase": "prefill"})
+        figures = guard_for(checkpoint, made)._at_all_lengths(told, arm, object(), "prefill").figures  # type: ignore[arg-type]
+        assert figures.get("lengths") == seen and (len(figures["executed"]) > 1) == bool(seen)

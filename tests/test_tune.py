@@ -195,6 +195,20 @@ def test_a_variant_that_reads_the_host_is_timed_and_not_chosen_for_a_step(faked,
     assert made._choice(Cell("route"), row)["variant"] == "mlx"
 
 
+@pytest.mark.parametrize(("kind", "chosen"), [("cuda", "registers"), ("cpu", "chunked")])
+def test_a_variant_that_some_inputs_upset_in_16_bits_is_timed_and_not_chosen_on_a_gpu(
+    kind, chosen, faked, weights, clock, tmp_path, monkeypatch
+):
+    faked(lambda name, settings: {"chunked": 100, "registers": 200}.get(name, 1_000_000))
+    monkeypatch.setattr("sweeps.tune.ROWS", {kind: (1, 512)})
+    made = tuner(weights, tmp_path, clock, kind, steps=False)
+    cell = next(c for c in made.cells if c.op == "gated_delta" and c.rows == 512)
+    row = made.measure(cell, {})
+    reasons = {c["why_not"] for c in row["contenders"] if c["variant"] == "chunked"}
+    assert reasons == ({""} if kind == "cpu" else {OPS["gated_delta"].variants["chunked"].unsteady})
+    assert made._choice(cell, row)["variant"] == chosen
+
+
 def test_steps_are_chosen_like_ops(weights, clock, tmp_path):
     made = tuner(weights, tmp_path, clock)
     cell = next(c for c in made.cells if c.op == STEP)

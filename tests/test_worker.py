@@ -389,13 +389,17 @@ def test_a_guard_that_breaks_blocks_too(tmp_path):
     assert {row.verdict for row in contrast_rows(bench.job, bench.rows())} == {"blocked"}
 
 
-def test_the_budget_ends_a_session_and_a_rerun_finishes_it(tmp_path):
-    made = job(tmp_path, [A, B], points([256, 512], blocks=20), budget_seconds=0.2)
+@pytest.mark.parametrize(
+    ("sessions", "said"),
+    [(1, "the budget of 0.2 s is used"), (2, "this session's share of the budget of 0.2 s is used")],
+)
+def test_the_budget_ends_a_session_and_a_rerun_finishes_it(tmp_path, sessions, said):
+    made = job(tmp_path, [A, B], points([256, 512], blocks=20), budget_seconds=0.2, sessions=sessions)
     bench = Bench(made)
     assert bench.run(budget=0.2)
     assert bench.clock.now_ns() < 0.3e9
     notes = bench.rows(status="skipped")
-    assert notes and all("budget" in row.reason and "retry" in row.flags for row in notes)
+    assert notes and all(row.reason.startswith(said) and "retry" in row.flags for row in notes)
     again = Bench(made)
     assert again.run()
     assert len(again.rows()) == 2 * 2 * 2 * 2 * 20
@@ -407,6 +411,11 @@ def test_time_limit_stops_a_window_that_hangs():
     with pytest.raises(WindowTimeout, match="still running after 0.05 s"), time_limit(0.05):
         time.sleep(5)
     time.sleep(0.06)
+
+
+def test_time_limit_counts_the_stretches_of_a_walk_before_and_names_the_whole_cap():
+    with pytest.raises(WindowTimeout, match=r"60 s, the cap, 60\.0 s of them"), time_limit(60, 59.98):
+        time.sleep(5)
 
 
 # -- whole runs --------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report_rows as rows
 import yaml
 
-from reports import exact
+from reports import exact, kept
 from reports.__main__ import _parser
 from reports.load import ReportError
 from sweeps import compose
@@ -62,6 +63,8 @@ def test_code_from_forks_never_reaches_a_machine_that_somebody_owns() -> None:
     assert owned == ["ci/timing", "gate/gate"]
     for name in owned:
         assert guard in jobs()[name]["if"]
+    # Another repository may call it on any event.
+    assert "event_name" not in jobs()["gate/gate"]["if"]
     assert "vars.LILYBENCH_MAC_LABEL != ''" in jobs()["ci/timing"]["if"]
     assert jobs()["ci/no-timing"]["if"] == "vars.LILYBENCH_MAC_LABEL == ''"
 
@@ -156,11 +159,13 @@ def shell(text: str, folder: Path, **variables: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=folder, env={**os.environ, **variables}, text=True, capture_output=True)
 
 
-def pretend(folder: Path, code: int) -> Path:
-    """A `.venv/bin/python` that writes its arguments down and ends with `code`."""
+def pretend(folder: Path, code: int, said: str = "") -> Path:
+    """A `.venv/bin/python` that writes its arguments down, says something on stderr and ends with `code`."""
     tool = folder / ".venv" / "bin" / "python"
     tool.parent.mkdir(parents=True)
-    tool.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >> "{folder}/asked"\nexit {code}\n', encoding="utf-8")
+    tool.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$@" >> "{folder}/asked"\necho "{said}" >&2\nexit {code}\n', encoding="utf-8"
+    )
     tool.chmod(0o755)
     return folder / "asked"
 
@@ -189,16 +194,28 @@ def test_base_step_makes_a_checkout_of_the_base(tmp_path: Path) -> None:
         assert shell("git log -1 --format=%s", tmp_path / "base").stdout == "one\n"
 
 
-@pytest.mark.parametrize(("code", "ends"), [(0, 0), (1, 1), (2, 0)])
-def test_counts_step_fails_only_where_something_rose(code: int, ends: int, tmp_path: Path) -> None:
-    pretend(tmp_path, code)
-    done = shell(script("ci/macos", "Exact counts against the committed ones"), tmp_path)
-    assert done.returncode == ends and ("::notice" in done.stdout) == (code == 2)
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_counts_step_passes_on_what_the_comparison_says_once_counts_are_committed(code: int, tmp_path: Path) -> None:
+    asked, text = pretend(tmp_path, code), script("ci/macos", "Exact counts against the committed ones")
+    done = shell(text, tmp_path)
+    assert done.returncode == 0 and "::notice" in done.stdout and not asked.exists()
+    committed = tmp_path / exact.COMMITTED / "metal.json"
+    committed.parent.mkdir(parents=True)
+    committed.write_text("{}", encoding="utf-8")
+    done = shell(text, tmp_path)
+    assert done.returncode == code and "::notice" not in done.stdout and asked.exists()
 
 
-@pytest.mark.parametrize(("code", "ends"), [(0, 1), (2, 0)])
-def test_a_hosted_run_that_passes_for_a_baseline_fails_the_lane(code: int, ends: int, tmp_path: Path) -> None:
-    pretend(tmp_path, code)
+VIRTUAL = kept.unfit([rows.run_row(0, "r", machine={"paravirtual": True})]) or ""
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "ends"), [(0, "", 1), (2, VIRTUAL, 0), (2, "it has one session", 1), (1, VIRTUAL, 1)]
+)
+def test_a_hosted_run_that_is_not_refused_for_its_device_fails_the_lane(
+    code: int, said: str, ends: int, tmp_path: Path
+) -> None:
+    pretend(tmp_path, code, said)
     assert shell(script("ci/macos", "Timings of a virtual device are no baseline"), tmp_path).returncode == ends
 
 

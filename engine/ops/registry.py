@@ -77,6 +77,7 @@ class Variant:
         reads_pages: it takes keys and values as `engine.pages.Paged` too.
         reads_host: it reads an array back to the host, so it cannot run inside a compiled step.
         adds: it takes a keyword ``residual``, an array or None, and adds it to its result.
+        unsteady: why tuning never takes it on a GPU, however fast it is: inputs on which 16 bits are too few for it.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Variant:
     reads_pages: bool = False
     reads_host: bool = False
     adds: bool = False
+    unsteady: str = ""
     space: tuple[Mapping[str, Any], ...] = ()
 
     @property

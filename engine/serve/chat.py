@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import sys
@@ -15,6 +14,7 @@ from typing import TextIO
 import mlx.core as mx
 import psutil
 
+from engine.arguments import Arguments
 from engine.generate import Engine, Sampling
 from engine.serve.generation import Ask, Generation
 from engine.serve.reuse import Prefixes
@@ -179,7 +179,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: one line for the user.
     """
-    p = argparse.ArgumentParser("python -m engine chat", description=__doc__)
+    p = Arguments("python -m engine chat", description=__doc__)
     p.add_argument("--model", default=DEFAULT, help=f"{DEFAULT} (default), {REAL}, or a checkpoint's folder")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     p.add_argument("--top-k", type=int, default=0)

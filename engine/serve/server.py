@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -14,6 +13,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from engine.arguments import Arguments
 from engine.serve.app import Limits, Service
 from engine.serve.guard import Guard, is_loopback
 from engine.serve.requests import error_body
@@ -257,7 +257,7 @@ def parse(argv: list[str]) -> Options:
     Raises:
         ServeError: a number out of its range.
     """
-    p = argparse.ArgumentParser("python -m engine serve", description=__doc__)
+    p = Arguments("python -m engine serve", description=__doc__)
     p.add_argument("--model", default=DEFAULT, help=f"{DEFAULT} (default), {REAL}, or a checkpoint's folder")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     p.add_argument("--port", type=int, default=8080, help="0 takes any free port")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ ADAPTER = "lilybench_subject.py"
 """What a repository without this project's packages offers at its top level."""
 
 _CODE = (("engine", "*.py"), ("engine", "*.metal"), ("engine", "*.h"), ("sweeps/subjects", "*.py"))
+_SOURCES = ("*.py", "*.metal", "*.h")
 _CHILD = Path(__file__).with_name("remote_child.py")
 _ENDED = 5.0
 
@@ -66,13 +68,25 @@ def check_checkout(folder: Path, word: str = "base") -> None:
 
 
 def code_hash(folder: Path) -> str:
-    """Hash of everything in a checkout that an engine's time can depend on."""
+    """Hash of everything in a checkout that an engine's time can depend on.
+
+    Behind an adapter that is any file that git tracks or would take in; without git, any source.
+    """
     digest = hashlib.sha256()
-    own = [folder / ADAPTER] if (folder / ADAPTER).is_file() else []
-    listed = [path for room, pattern in _CODE for path in sorted((folder / room).rglob(pattern))]
-    for path in own or listed:
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    own = (folder / ADAPTER).is_file()
+    listed = _files(folder) if own else [p for room, kind in _CODE for p in sorted((folder / room).rglob(kind))]
+    for path in listed:
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _files(folder: Path) -> list[Path]:
+    git = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(git, capture_output=True)
+    names = {os.fsdecode(name) for name in done.stdout.split(b"\0") if name} if done.returncode == 0 else set()
+    if ADAPTER in names:
+        return [path for path in (folder / name for name in sorted(names)) if path.is_file()]
+    return sorted({path for kind in _SOURCES for path in folder.rglob(kind)})
 
 
 class Remote:
@@ -87,7 +101,10 @@ class Remote:
         self._id = 0
         self._memory: tuple[int | None, int | None] = (None, None)
         # Building happens here, so that an arm that cannot run becomes skipped rows and not failed ones.
-        self._connect()
+        try:
+            self._connect()
+        except (RemoteError, ValueError) as error:
+            raise SubjectError(f"{arm.name}: {self._key[0]} cannot be loaded: {error}") from None
 
     def reset(self) -> None:
         """Forget the sequence; a child that is gone is started again."""
@@ -150,7 +167,7 @@ class Remote:
 
     def describe(self) -> dict[str, Any]:
         """The child's facts, with its checkout, commit, code hash, and the identity of each op."""
-        return self._call("describe")
+        return {**self._call("describe"), "code": code_hash(Path(self._key[0]))}
 
     def close(self) -> None:
         """Drop the subject; the last one of a child ends it."""

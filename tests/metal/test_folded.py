@@ -12,7 +12,7 @@ from simulator import Simulator
 
 from engine import generate, proof
 from engine.cache import Apart, RecentCache, RecentPages
-from engine.config import CacheConfig, DecodeConfig, EngineConfig, SpeculativeConfig
+from engine.config import CacheConfig, DecodeAttentionConfig, DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.folded import FoldedModel
 from engine.generate import Engine
 from engine.kernels import loader
@@ -20,6 +20,8 @@ from engine.kernels.loader import Launch
 from engine.ops import BoundOps, bind, relative_rms
 from engine.ops.choice import Tuned
 from engine.synthetic import make_weights, tiny_config
+from sweeps import reach
+from sweeps.guard import paths
 
 pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
 
@@ -111,7 +113,7 @@ def test_fusion_beside_a_variant_that_it_replaces_is_refused(fields, said):
 def traced(weights, monkeypatch, room: int, **fields) -> tuple[Engine, Engine]:
     """An engine of separate ops and a folded one whose steps are traced, MLX's compiler left out: kernels must run."""
     config = EngineConfig(decode=DecodeConfig(trace="step", fusion="full"), **fields)
-    config.decode_attention.variant = "metal"
+    config.decode_attention = dataclasses.replace(config.decode_attention, variant="metal")
     plain = EngineConfig(decode=DecodeConfig(trace="step"), **fields)
 
     def bound(asked: EngineConfig, device: str, tuned: Tuned, *_: object) -> BoundOps:
@@ -119,7 +121,8 @@ def traced(weights, monkeypatch, room: int, **fields) -> tuple[Engine, Engine]:
         if asked is plain:
             return ops
         there = bind(config, "cuda")
-        return dataclasses.replace(ops, fusion=there.fusion, decode_attention=there.decode_attention)
+        attention = dataclasses.replace(there.decode_attention, recorder=ops.recorder)
+        return dataclasses.replace(ops, fusion=there.fusion, decode_attention=attention)
 
     monkeypatch.setattr(mx, "compile", lambda run, **_: run)
     monkeypatch.setattr(Apart, "ROOM", room)
@@ -194,3 +197,20 @@ def test_rows_that_stand_apart_go_into_their_pages(weights, monkeypatch):
 def test_kernels_of_no_single_op_pass_their_self_test(unit, monkeypatch):
     monkeypatch.setattr(loader, "launch", Simulator(checked=True).launch)
     assert proof.UNITS[unit]() < 1e-4
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("contiguous", RecentCache), ("paged", RecentPages)])
+def test_attention_of_a_folded_step_is_held_at_the_contexts_that_are_timed(weights, monkeypatch, layout, kind):
+    """By the name that the step records, over keys as its cache shows them, on both sides of a change of the split."""
+    attention = DecodeAttentionConfig(split="blocks", min_context=300)
+    _, folded = traced(weights, monkeypatch, 8, cache=CacheConfig(layout=layout), decode_attention=attention)
+    assert type(folded.cache) is kind
+    for frontier, split in ((20, "chunks"), (256, "blocks")):
+        folded.reset()
+        first = folded.prefill((IDS * 7)[:frontier])
+        folded.reset_executed()
+        folded.decode(first or 0, 1)
+        ran = [tuple(line) for line in paths(folded.executed()) if line[0] == "decode_attention"]
+        tried = reach._attention(folded, frontier, 1)
+        assert ran == [line for line, _ in tried] and ran[0][2].startswith(split)
+        assert all(reach._attention_error(folded, call) < 1e-5 for _, call in tried)
