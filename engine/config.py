@@ -319,7 +319,8 @@ class SpeculativeConfig:
     second engine). depth: tokens drafted, 1 to 7; with `adaptive` the most. draft_vocab: tokens that ``mtp`` may draft,
     the most frequent ones (0 = all). exact_verify: rows one at a time through the plain step, so that not
     even near-ties differ. rollback: how wrong rows are taken back: ``"replay"`` the right ones' recurrences, keep
-    the ``"states"`` after every row, or ``"best"`` by cost. force: ``"none"``, or the probability 0 to 1 with which
+    the ``"states"`` after every row, or ``"best"`` by cost; recorded passes (``decode.trace=replay``, greedy) always
+    keep the states. force: ``"none"``, or the probability 0 to 1 with which
     each draft is accepted whatever the model says: for measuring costs, the text is then meaningless.
     """
 

@@ -51,13 +51,12 @@ class Costs:
 
 GUESSED = {
     "metal": Costs((1, 1.25, 1.45, 1.65, 1.9, 2.1, 2.35, 2.6), draft=0.15),
-    "cuda": Costs((1, 2.8, 2.9, 3.0, 3.15, 3.3, 3.5, 3.7), draft=0.3, replay=0.4),
+    "cuda": Costs((1, 1.3, 1.55, 1.8, 2.05, 2.3, 2.5, 2.7), draft=0.3, replay=0.05),
     "cpu": Costs((1, 1.55, 2.25, 2.9, 3.5, 4.1, 4.75, 5.35), draft=0.38, replay=0.2, states=0.2),
 }
 """Guesses by kind of device, to be replaced by what was measured on the chip: rows that go to different experts read
-different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model. On CUDA a
-plain step is replayed while MLX submits a verification, some three hundred nodes, which takes the host longer than the
-step."""
+different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model. On CUDA
+verifications are recorded like plain steps, and taking rows back copies one state of each layer."""
 
 DRAFT_COST = {"mtp": 1.0, "ngram": 0.0, "model": 2.0}
 """The guessed cost of a draft by drafter, as a multiple of `Costs.draft`."""

@@ -40,7 +40,7 @@ from engine.model import Boundary, Model, best_of, no_wait
 from engine.ops import VariantUnsupported, bind
 from engine.ops.choice import Tuned
 from engine.ops.registry import Refuses
-from engine.replay import Pending, Replay, ReplayedCache, unsupported
+from engine.replay import Pending, Replay, ReplayedCache, RowsReplay, unsupported
 from engine.sampling import GREEDY, Sampling, sample
 from engine.speculative import Counts, Speculator
 from engine.tuned import load as load_tuned
@@ -112,8 +112,6 @@ class Engine:
         self.trace = self._trace()
         self.cache: Cache = self._layout()(config, self.dtype, self.engine.cache.step)
         self.replay: Replay | None = None
-        if isinstance(self.cache, ReplayedCache) and isinstance(self.model, FoldedModel):
-            self.replay = Replay(config, self.model, self.cache, self.ops.recorder, cuda.device())
         self._steps: dict[tuple[int, int, bool], tuple[Callable[[], mx.array], dict]] = {}
         self._layers: dict[tuple[int, int, int], tuple[Callable[..., Any], dict]] = {}
         self.speculator: Speculator | None = None
@@ -121,6 +119,10 @@ class Engine:
             self.speculator = Speculator(self, draft, costs, frequent)
             if self.speculator.wants_hidden:
                 self.cache.state["hidden"] = mx.zeros((1, 1, config.hidden_size), self.dtype)
+        if isinstance(self.cache, ReplayedCache) and isinstance(self.model, FoldedModel):
+            given = config, self.model, self.cache, self.ops.recorder, cuda.device()
+            verifies = self.speculator is not None and self.speculator.records
+            self.replay = RowsReplay(*given, rows=self.engine.speculative.depth + 1) if verifies else Replay(*given)
 
     def _layout(self) -> type[Cache]:
         if self.trace == "replay":
@@ -165,6 +167,10 @@ class Engine:
         if self._refuses is not None and (reason := self._refuses("unit", "replayed_step")) is not None:
             return reason
         return unsupported(self.config, self.model, self.engine.cache.layout)
+
+    def trusts(self, unit: str) -> bool:
+        """Whether a unit of `engine.proof` has not failed its self-test on this machine."""
+        return self._refuses is None or self._refuses("unit", unit) is None
 
     @property
     def _trace_chosen(self) -> str:
@@ -716,8 +722,8 @@ class Engine:
         """``[{op, variant, tile, calls}]`` since the last reset.
 
         Beside the ops: ``prefill_pass`` (its submission and chunk), ``decode_step`` (how it was traced),
-        ``token_feedback`` (where the token came from), and with a drafter ``draft`` (its depth), ``verify`` (its rows)
-        and ``rollback``.
+        ``token_feedback`` (where the token came from), and with a drafter ``draft`` (its depth), ``verify`` (its rows;
+        ``recorded`` if it was a recorded pass) and ``rollback``.
         """
         return self.ops.recorder.executed()
 

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine import tuned
-from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, ExpertsConfig
+from engine.config import DecodeAttentionConfig, DecodeConfig, EngineConfig, ExpertsConfig, SpeculativeConfig
 from engine.device import activation_dtype, device_kind
 from engine.kernels import attention, recent, rotary
 from engine.kernels.loader import KernelError
@@ -198,10 +198,11 @@ def _recent() -> float:
     return error if exact else float("inf")
 
 
-def _step(fusion: str, trace: str = "step") -> float:
+def _step(fusion: str, trace: str = "step", drafted: bool = False) -> float:
     """Share of tokens that the embedded model's compiled step makes wrong, by the float32 reference of every op.
 
-    `MOST_TIES` near-ties are not wrong. A logit that is not finite raises.
+    `MOST_TIES` near-ties are not wrong. A logit that is not finite raises. drafted: tokens are those of recorded
+    verifications instead, of which some rows are taken back.
     """
     from engine.checkpoint import load
     from engine.generate import Engine
@@ -227,6 +228,11 @@ def _step(fusion: str, trace: str = "step") -> float:
     first = made.prefill(prompt)
     assert first is not None
     ids = made.decode(first, STEPS)
+    if drafted:
+        settings.speculative = SpeculativeConfig("ngram", DECODE_ROWS - 1)
+        made = Engine(loaded.config, loaded.weights, settings, tuned=tuned.Tuned(), refuses=None)
+        made.prefill(prompt, last=False)
+        ids = _drafted(made, [*prompt, first, *ids])
     judge.prefill(prompt, last=False)
     logits = judge.logits([first, *ids[:-1]])
     taken = mx.take_along_axis(logits, mx.array(ids, dtype=mx.uint32)[:, None], axis=-1)
@@ -236,17 +242,40 @@ def _step(fusion: str, trace: str = "step") -> float:
     return (wrong + max(0, ties - MOST_TIES)) / STEPS
 
 
+def _drafted(engine: Any, text: list[int]) -> list[int]:
+    """The last `STEPS` tokens of `text` again, drafted from it with 0, 1, … right ones before a wrong one.
+
+    Raises:
+        RuntimeError: it was not verified by recorded passes.
+    """
+    from engine.speculative import RECORDED, Draft
+
+    def draft(history: Any, token: int, depth: int, *_: Any) -> Draft:
+        at = len(history) + 1
+        found = text[at : at + depth] or [0]
+        right = len(history) % (len(found) + 1)
+        found = tuple(each ^ 1 if i == right else each for i, each in enumerate(found))
+        return Draft(found)
+
+    engine.speculator.drafter.draft = draft
+    made = engine.decode(text[-STEPS - 1], STEPS)
+    if ("verify", RECORDED) not in {(row["op"], row["variant"]) for row in engine.executed()}:
+        raise RuntimeError("no verification was recorded")
+    return made
+
+
 UNITS: dict[str, Callable[[], float]] = {
     "rotary": _rotary,
     "recent": _recent,
     "step": lambda: _step("off"),
     "folded_step": lambda: _step("full"),
     "replayed_step": lambda: _step("full", "replay"),
+    "recorded_rows": lambda: _step("full", "replay", drafted=True),
 }
 """What is tried beside the variants: errors, or for a step the share of its tokens that is wrong."""
 
-CUDA_ONLY = ("replayed_step",)
+CUDA_ONLY = ("replayed_step", "recorded_rows")
 """Units that only CUDA has."""
 
-BOUNDS = {"step": 0.0, "folded_step": 0.0, "replayed_step": 0.0}
+BOUNDS = {"step": 0.0, "folded_step": 0.0, "replayed_step": 0.0, "recorded_rows": 0.0}
 """Largest error of a unit, where it is not that of an op."""

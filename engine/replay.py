@@ -10,6 +10,11 @@ one by one. Kernels are the folded model's own; what differs is who launches the
   that every row is found where the step of that phase left it and none is ever moved.
 - Position and token stay on the device; the host reads tokens from memory that the last kernel writes (`RING`).
 
+Drafts are verified by recorded passes of several rows (`RowsReplay`). There all passes, of one row too, share one place
+for the state and one for the convolutions' rows, so that one may follow any other. A pass leaves the state after each
+of its rows; one launch makes that after fewer rows the state, another moves the convolutions' rows back, and keys and
+values that are taken back are written over.
+
 MLX does not see any of this. While steps run, the cache's state is away; `ReplayedCache` calls `Replay.settle` before
 anything looks at it, which waits and makes the state MLX's again, in fresh arrays, as a snapshot may hold them.
 """
@@ -26,7 +31,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from engine.cache import Cache, Inputs, Rows, Snapshot
+from engine.cache import Cache, CacheError, Inputs, Rows, Snapshot
 from engine.config import ModelConfig
 from engine.folded import FoldedModel
 from engine.kernels import loader, step
@@ -37,8 +42,6 @@ PHASES = 4
 """Steps with buffers of their own: the convolution's kernel, of 4 rows."""
 LEAST_ROOM = 512
 """Positions of the shortest recorded step; longer ones double, so that a long decode records few."""
-MOST_PROGRAMS = 8
-"""Recorded steps kept at once."""
 
 Placed = tuple[Launch, Sequence[int], Sequence[tuple[int, ...]]]
 """A launch, the addresses of its inputs and outputs, and the strides of its inputs."""
@@ -72,8 +75,12 @@ class Backend(Protocol):
         """Free a graph."""
         ...
 
+    def start(self, graph: Any) -> None:
+        """Start a graph behind what runs already."""
+        ...
+
     def run(self, graph: Any) -> Any:
-        """Start a graph behind what runs already; an event for `wait`."""
+        """The same; an event for `wait`."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -92,8 +99,8 @@ class Backend(Protocol):
         """32-bit words at an address."""
         ...
 
-    def host_words(self, count: int) -> tuple[int, Sequence[int]]:
-        """Words that kernels write and the host reads."""
+    def host_words(self, count: int) -> tuple[int, Any]:
+        """Words of the host's memory that kernels read and write: their address, and they."""
         ...
 
 
@@ -182,12 +189,14 @@ class Finite:
 
 @dataclass
 class _Program:
-    """A recorded step: a graph for each phase, and what must stay alive or be found again.
+    """A recorded step: a graph for each phase, or a recorded pass of rows: one graph, and one to take rows back.
 
     Attributes:
         conv: addresses of each layer's rows before phase 0, oldest first, and the rows themselves.
         logits: of each phase, if they were asked for.
         tally: what one step counts as executed.
+        held: what must stay alive.
+        hidden: rows before the final norm, of a pass of rows.
     """
 
     graphs: list[Any]
@@ -195,6 +204,7 @@ class _Program:
     logits: list[mx.array]
     tally: dict
     held: list[Any] = field(default_factory=list)
+    hidden: mx.array | None = None
 
 
 class Replay:
@@ -204,13 +214,14 @@ class Replay:
         model: with everything folded, and weights packed. recorder: counts what runs.
     """
 
+    MOST_GRAPHS = 8 * PHASES
+    """Graphs kept at once."""
+
     def __init__(
         self, config: ModelConfig, model: FoldedModel, cache: ReplayedCache, recorder: Recorder, backend: Backend
     ):
         self.config, self.model, self.cache, self.recorder, self.backend = config, model, cache, recorder, backend
-        c = config
-        state = (1, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim)
-        self.states = [mx.zeros(state, mx.float32) for _ in c.linear_layers]
+        self.states = self._states()
         self.position = mx.zeros((4,), mx.int32)
         self.token = mx.zeros((4,), mx.uint32)
         mx.eval(self.states, self.position, self.token)
@@ -227,7 +238,17 @@ class Replay:
         self._running: tuple[tuple, _Program] | None = None
         self._phase = 0
         self._fed: int | None = None
+        self._where: tuple[int, ...] = ()
         self.unread: dict[int, Pending] = {}
+
+    def _states(self) -> list[mx.array]:
+        """Each Gated DeltaNet layer's state."""
+        return [mx.zeros(self._state_shape, mx.float32) for _ in self.config.linear_layers]
+
+    @property
+    def _state_shape(self) -> tuple[int, ...]:
+        c = self.config
+        return 1, c.linear_num_value_heads, c.linear_value_head_dim, c.linear_key_head_dim
 
     def _addresses(self, arrays: Sequence[mx.array]) -> list[int]:
         return [address for address, _ in self.backend.addresses(arrays)]
@@ -241,49 +262,76 @@ class Replay:
 
     def feed(self, token: int) -> None:
         """Make `token` the next to be fed, instead of what the last step chose."""
-        self.backend.fill(self._at[1], token, 4)
         self._fed = token
 
     def step(self, scores: bool = False) -> Pending | mx.array:
         """Submit one step from the cache's token; with `scores` wait and return its logits ``[1, vocabulary]``."""
-        room = min(room_for(self.cache.position + 1), self.cache.capacity)
-        if self._running is not None and self._running[0][:2] != (room, scores):
-            self.settle()
-        if self._running is None:
-            self._begin(room, scores)
-        assert self._running is not None
-        _, program = self._running
+        program, phase = self._ready(scores), self._phase
+        if self._fed is not None:
+            self.backend.fill(self._at[1], self._fed, 4)
         slot = self.cache.position % step.RING
-        if slot in self.unread:
-            # The host is a whole ring behind: what it has not read would be written over.
-            self.unread[slot].item()
-        event = self.backend.run(program.graphs[self._phase])
+        self._overtaken(slot)
+        event = self.backend.run(program.graphs[phase])
         self._fed = None
         self.recorder.replay(program.tally)
         self.cache.position += 1
         pending = Pending(self, event, slot)
-        if scores:
-            pending.item()
-            logits = program.logits[self._phase] * 1
-            mx.eval(logits)
-        self._phase = (self._phase + 1) % PHASES
-        return logits.squeeze(0) if scores else pending
+        self._phase = (phase + 1) % PHASES
+        if not scores:
+            return pending
+        pending.item()
+        return self._copy(program.logits[phase]).squeeze(0)
 
-    def _begin(self, room: int, scores: bool) -> None:
-        """Take over the cache's state."""
-        s, cache = self.cache.state, self.cache
+    def _ready(self, scores: bool) -> _Program:
+        """The recorded step that may run now, after taking over the cache's state if it is not here."""
+        room = self._room(1)
+        if self._running is not None and self._running[0][:2] != (room, scores):
+            self.settle()
+        if self._running is None:
+            self._look()
+            key, program = self._found((room, scores), lambda: self._record(room, scores))
+            self._take_over([at for placed in program.conv for at, _ in placed[: PHASES - 1]])
+            self._phase, self._running = 0, (key, program)
+        return self._running[1]
+
+    def _room(self, rows: int) -> int:
+        """Positions of the shortest recorded step that `rows` more rows fit."""
+        return min(room_for(self.cache.position + rows), self.cache.capacity)
+
+    def _overtaken(self, slot: int) -> None:
+        """Read what is written over next, where the host is a whole ring behind."""
+        if slot in self.unread:
+            self.unread[slot].item()
+
+    def _copy(self, array: mx.array) -> mx.array:
+        """An array of MLX's own, of one that steps write."""
+        made = array * 1
+        mx.eval(made)
+        return made
+
+    def _look(self) -> None:
+        """Drain MLX and see where keys and values lie."""
+        s = self.cache.state
         self.backend.enter()
-        mx.eval(cache.arrays())
+        mx.eval(self.cache.arrays())
         mx.synchronize()
-        stored = [*s["keys"], *s["values"]]
-        where = tuple(self._addresses(stored))
-        key = (room, scores, cache.capacity, where)
+        self._where = tuple(self._addresses([*s["keys"], *s["values"]]))
+
+    def _found(self, wanted: tuple, record: Callable[[], _Program]) -> tuple[tuple, _Program]:
+        """A program and its key; recorded if there is none for where keys and values lie now."""
+        key = (*wanted, self.cache.capacity, self._where)
         if key not in self._programs:
-            while len(self._programs) >= MOST_PROGRAMS:
+            while sum(len(program.graphs) for program in self._programs.values()) >= self.MOST_GRAPHS:
+                # The oldest may run still.
+                self.backend.synchronize()
                 for graph in self._programs.pop(next(iter(self._programs))).graphs:
                     self.backend.drop(graph)
-            self._programs[key] = self._record(room, scores, where)
-        program = self._programs[key]
+            self._programs[key] = record()
+        return key, self._programs[key]
+
+    def _take_over(self, conv: Sequence[int]) -> None:
+        """Copy the cache's state to where programs find it; `conv` are places of the convolutions' rows."""
+        s, cache = self.cache.state, self.cache
         taken = [*s["recurrent"], *sum(s["conv"], [])]
         if list(map(id, taken)) != list(map(id, self._taken)):
             places = self.backend.addresses(taken)
@@ -291,15 +339,14 @@ class Replay:
                 if steps and any(n > 1 and a != b for n, a, b in zip(array.shape, steps, _dense(array.shape))):
                     raise KernelError(f"replay copies states as they lie; one of shape {list(array.shape)} has gaps")
             self._taken, self._taken_at = taken, [address for address, _ in places]
-        to = [*self._at[2:], *(at for placed in program.conv for at, _ in placed[: PHASES - 1])]
-        for address, from_, array in zip(to, self._taken_at, taken):
+        for address, from_, array in zip([*self._at[2:], *conv], self._taken_at, taken):
             self.backend.copy(address, from_, array.nbytes)
         self.backend.fill(self._at[0], cache.position, 4)
         self.backend.fill(self._at[1], int(s["token"].item()), 4)
         self.ring[step.RING] = int(s["finite"].item())  # type: ignore[index]
         # The copies read arrays that the cache may let go.
         self.backend.synchronize()
-        self._phase, self._running, self._fed = 0, (key, program), None
+        self._fed = None
         cache.away, cache.forgotten = self.settle, self.forget
 
     @property
@@ -332,14 +379,18 @@ class Replay:
         if program is None:
             return
         s, last = self.cache.state, (self.cache.position - 1) % step.RING
-        # Rows before phase 0 are, in order, those that the phases 1 to 3 left; a later phase finds them further on.
-        rows = [self._rows(placed, program) for placed in program.conv]
+        rows = self._conv_rows(program)
         s["recurrent"] = [state * 1 for state in self.states]
         s["conv"] = [[row * 1 for row in three] for three in rows]
         s["token"] = mx.array([self.ring[last] if self._fed is None else self._fed], dtype=mx.uint32)
         s["finite"] = mx.array([self.finite])
         self.cache.seek(self.cache.position)
         mx.eval(s["recurrent"], s["conv"])
+
+    def _conv_rows(self, program: _Program) -> list[list[mx.array]]:
+        """Each layer's last three rows, oldest first."""
+        # Rows before phase 0 are, in order, those that the phases 1 to 3 left; a later phase finds them further on.
+        return [self._rows(placed, program) for placed in program.conv]
 
     def _rows(self, placed: list[tuple[int, mx.array]], program: _Program) -> list[mx.array]:
         """A layer's last three rows, oldest first: those of the three phases before the one that comes next."""
@@ -348,14 +399,14 @@ class Replay:
 
     # -- recording -------------------------------------------------------------------------
 
-    def _record(self, room: int, scores: bool, where: tuple[int, ...]) -> _Program:
+    def _record(self, room: int, scores: bool) -> _Program:
         """A step of `room` positions for every phase."""
-        c, s = self.config, self.cache.state
+        c = self.config
         taken = _Taken()
         full = mx.array([self.cache.capacity] * 4, dtype=mx.int32)
+        # Stand-ins, never evaluated: what they stand for is told below.
         ring = mx.zeros((step.RING,), mx.uint32)
         flag = mx.zeros((4,), mx.uint32)
-        # Stand-ins, never evaluated: what they stand for is told below.
         conv = [[mx.zeros((1, 1, c.conv_dim), self.cache.dtype) for _ in range(PHASES - 1)] for _ in c.linear_layers]
         before, left, logits = [list(rows) for rows in conv], [], []
         with loader.recorded(taken.launch):
@@ -376,19 +427,178 @@ class Replay:
         for layer, three in enumerate(before):
             for j, row in enumerate(three):
                 stands[id(row)] = left[j + 1][layer]
-        places = _Places(self.backend, stands)
-        places.known[id(ring)] = self._ring_at, (1,)
-        places.known[id(flag)] = self._ring_at + 4 * step.RING, (1,)
-        for array, address in zip([*s["keys"], *s["values"]], where):
-            places.known[id(array)] = address, ()
-        recorded = [self.position, self.token, full, *self.states, *s["keys"], *s["values"]]
-        places.allow([*recorded, *taken.outputs, *_arrays_of(self.model.weights)])
+        places = self._places(stands, ring, flag)
+        self._allow(places, [full, *self.states, *taken.outputs])
         graphs = [self.backend.graph(places.of(calls)) for calls in taken.phases]
         rows = [[left[phase][layer] for phase in (1, 2, 3, 0)] for layer in range(len(before))]
         flat = places.addresses([row for four in rows for row in four])
         placed = [[(flat[4 * i + j], row) for j, row in enumerate(four)] for i, four in enumerate(rows)]
         # Not the views of the cache: MLX writes in place only where nothing else holds an array.
         return _Program(graphs, placed, logits, dict(tally), [taken.outputs, full, conv])
+
+    def _places(self, stands: dict[int, mx.array], ring: mx.array, flag: mx.array) -> _Places:
+        """Where arrays lie, with what is known without asking."""
+        # Past the property: while steps run, keys and values lie where they lay.
+        s, places = self.cache._state, _Places(self.backend, stands)
+        places.known[id(ring)] = self._ring_at, (1,)
+        places.known[id(flag)] = self._ring_at + 4 * step.RING, (1,)
+        for array, address in zip([*s["keys"], *s["values"]], self._where):
+            places.known[id(array)] = address, ()
+        return places
+
+    def _allow(self, places: _Places, more: Sequence[mx.array]) -> None:
+        """Let launches read the state, the weights and `more`."""
+        s = self.cache._state
+        recorded = [self.position, self.token, *s["keys"], *s["values"]]
+        places.allow([*recorded, *more, *_arrays_of(self.model.weights)])
+
+
+class RowsReplay(Replay):
+    """The same with passes of up to `rows` rows beside the steps, whose last rows can be taken back.
+
+    A pass over several tokens is fed by the host, which waits for it: `verify`. It and the steps find the state, the
+    convolutions' rows and the position in the same places, so that nothing is moved between them; for that a step's
+    launches end with those that move the convolutions' rows on.
+
+    Args:
+        rows: most of a pass; as many states of each layer are held.
+    """
+
+    MOST_GRAPHS = 64
+    """Passes of 1 to 8 rows, with logits and without, for two lengths: each has a graph to take rows back."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: FoldedModel,
+        cache: ReplayedCache,
+        recorder: Recorder,
+        backend: Backend,
+        rows: int,
+    ):
+        self.rows, layers = rows, len(config.linear_layers)
+        shape = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
+        # Of each layer the state, then those after 1, 2, … rows of a pass that are not all of it.
+        self._every = mx.zeros((layers, rows, *shape), mx.float32)
+        # What convolutions read next, and what they read in the last pass.
+        self._conv = mx.zeros((2, layers, PHASES - 1, config.conv_dim), cache.dtype)
+        self._kept = mx.zeros((4,), mx.uint32)
+        mx.eval(self._every, self._conv, self._kept)
+        super().__init__(config, model, cache, recorder, backend)
+        self._next = [[self._conv[0, i : i + 1, j : j + 1] for j in range(PHASES - 1)] for i in range(layers)]
+        flat = self._addresses([self._kept, *sum(self._next, [])])
+        self._kept_at, self._next_at = flat[0], flat[1:]
+        self._fed_at, self._tokens = backend.host_words(rows)
+        self._last: _Program | None = None
+
+    def _states(self) -> list[mx.array]:
+        return [self._every[i, :1] for i in range(len(self.config.linear_layers))]
+
+    def _ready(self, scores: bool) -> _Program:
+        self._last = None
+        return self._pass(1, scores)
+
+    def verify(self, tokens: Sequence[int], scores: bool = False) -> tuple[list[int], mx.array | None]:
+        """Feed `tokens`, 2 to `rows`, from the cache's position on; all of them stay until `keep` takes some back.
+
+        Returns:
+            The greedy token after each, and with `scores` the logits ``[T, vocabulary]``.
+        """
+        count, start = len(tokens), self.cache.position
+        program = self._pass(count, scores)
+        slots = [(start + row) % step.RING for row in range(count)]
+        for slot in slots:
+            self._overtaken(slot)
+        # Nothing that read the last ones runs any more: that pass was waited for.
+        self._tokens[:count] = list(tokens)
+        event = self.backend.run(program.graphs[0])
+        self.recorder.replay(program.tally)
+        self.cache.position += count
+        self._fed, self._last = None, program
+        self.backend.wait(event)
+        return [int(self.ring[slot]) for slot in slots], self._copy(program.logits[0]).squeeze(0) if scores else None
+
+    def keep(self, start: int, rows: int) -> None:
+        """Leave only the first `rows` of the last `verify`, which began at `start`; again with fewer.
+
+        Raises:
+            CacheError: other steps have run since.
+        """
+        program = self._last
+        if program is None or not start + rows < self.cache.position <= start + self.rows:
+            raise CacheError(f"rows from position {start} on are not the last of {self.cache.position}")
+        if self._running is None:
+            # Something has looked at the state since; what was left beside it still stands.
+            self._look()
+            self._take_over(self._next_at)
+            self._running = (), program
+        self.backend.fill(self._kept_at, rows, 1)
+        self.backend.start(program.graphs[1])
+        self.backend.fill(self._at[0], start + rows, 4)
+        self.cache.position = start + rows
+        self._fed = int(self.ring[(start + rows - 1) % step.RING])
+
+    def forget(self) -> None:
+        super().forget()
+        self._last = None
+
+    def hidden(self) -> mx.array:
+        """Rows ``[1, T, hidden]`` before the final norm of what ran last, which must have ended."""
+        assert self._running is not None and self._running[1].hidden is not None
+        return self._copy(self._running[1].hidden)
+
+    def _pass(self, rows: int, scores: bool) -> _Program:
+        """The recorded pass of `rows` rows that may run now."""
+        room = self._room(rows)
+        if self._running is None:
+            self._look()
+        # Recording may fail: the state is taken over after it.
+        found = self._found((rows, room, scores), lambda: self._record_rows(rows, room, scores))
+        if self._running is None:
+            self._take_over(self._next_at)
+        self._running, self._phase = found, 0
+        return found[1]
+
+    def _conv_rows(self, program: _Program) -> list[list[mx.array]]:
+        return self._next
+
+    def _record_rows(self, rows: int, room: int, scores: bool) -> _Program:
+        """A pass of `rows` rows in `room` positions, and taking some of them back."""
+        # What runs may write what is evaluated here.
+        self.backend.synchronize()
+        taken, full = _Taken(), mx.array([self.cache.capacity] * 4, dtype=mx.int32)
+        # Stand-ins, never evaluated: what they stand for is told below.
+        ring, flag = mx.zeros((step.RING,), mx.uint32), mx.zeros((4,), mx.uint32)
+        fed = self.token[:1] if rows == 1 else mx.zeros((rows,), mx.uint32)
+        with loader.recorded(taken.launch):
+            tally = self.recorder.capture()
+            try:
+                view = _RowsView(self, taken, self._next, room, full)
+                view.states = [self._every[i, :rows] for i in range(len(self._next))]
+                h = self.model(fed, view)  # pyright: ignore[reportArgumentType]
+                tokens, best, *logits = self.model.scored(h, scores)
+                step.settle_metal(tokens.squeeze(0), best.squeeze(0), (self.token, self.position, flag, ring))
+            finally:
+                self.recorder.release()
+            self._slide(view.new, back=False)
+            taken.cut()
+            if rows > 1:
+                step.back_metal(self._kept, self._every)
+                self._slide(view.new, back=True)
+                taken.cut()
+        places = self._places(taken.stands, ring, flag)
+        if rows > 1:
+            places.known[id(fed)] = self._fed_at, (1,)
+        self._allow(places, [fed, full, self._every, self._conv, self._kept, *taken.outputs])
+        graphs = [self.backend.graph(places.of(calls)) for calls in taken.phases]
+        # MLX is drained again before anything runs.
+        mx.synchronize()
+        return _Program(graphs, [], logits, dict(tally), [taken.outputs, full, fed], h)
+
+    def _slide(self, new: Sequence[mx.array], back: bool) -> None:
+        for i in range(0, len(new), step.MOST_LAYERS):
+            some = slice(i, i + step.MOST_LAYERS)
+            step.slide_metal(new[some], self._kept, self._conv[0, some], self._conv[1, some], back=back)
 
 
 def _release(backend: Backend, programs: dict[tuple, _Program]) -> None:
@@ -520,7 +730,7 @@ class _View:
 
     def append(self, layer: int, k: mx.array, v: mx.array) -> tuple[Rows, Rows]:
         """Put new rows into the cache; keys and values to attend over."""
-        s, i = self._replay.cache.state, self._replay.cache.attention_index[layer]
+        s, i = self._replay.cache._state, self._replay.cache.attention_index[layer]
         keys, values = s["keys"][i], s["values"][i]
         step.keep_metal(k, v, self._position, self._capacity, keys, values)
         return keys[..., : self._room, :], values[..., : self._room, :]
@@ -530,6 +740,24 @@ class _View:
         i = self._replay.cache.linear_index[layer]
         out, self._conv[i], new = core(inputs, self._conv[i], self._replay.states[i])
         self._taken.stand(new, self._replay.states[i])
+        return out
+
+
+class _RowsView(_View):
+    """The same for several rows: the state after each, and their inputs of the convolutions."""
+
+    states: list[mx.array]
+    new: list[mx.array]
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.new = []
+
+    def recur(self, layer: int, inputs: Inputs, core: Callable[..., Any]) -> mx.array:
+        i = self._replay.cache.linear_index[layer]
+        out, _, new = core(inputs, self._conv[i], self.states[i])
+        self._taken.stand(new, self.states[i])
+        self.new.append(inputs[0])
         return out
 
 

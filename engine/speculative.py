@@ -13,11 +13,13 @@ al., arXiv:2302.01318).
 - Greedy tokens equal plain decoding but for near-ties: a product over several rows may round in another order than
   over one. ``exact_verify`` runs the rows one at a time through the very step of plain decoding and closes even that.
 - The depth follows measured acceptance and the costs it is given (`Costs`); there is no clock here.
-- With ``decode.trace=step`` or ``replay`` a verification is compiled once for each number of rows and bucket of
-  positions, else it runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain
-  steps in between keep to it.
-- With ``replay`` plain steps are replayed where some come together (`LEAST_REPLAYED`). They hand out no hidden rows:
-  the draft head goes on behind a gap.
+- With ``decode.trace=step`` a verification is compiled once for each number of rows and bucket of positions, else it
+  runs eagerly, as drafts do. Its tokens are read back once whatever ``decode.feedback`` says; plain steps in between
+  keep to it.
+- With ``replay`` greedy verifications are recorded passes (`engine.replay.RowsReplay`): plain steps follow without a
+  hand-over, and rows are taken back in one way, whatever ``rollback`` says. Of several plain steps only the last hands
+  out its hidden row: the draft head goes on behind a gap. Sampling and ``exact_verify`` keep to what ``step`` does;
+  greedy plain steps between exact verifications are replayed where some come together (`LEAST_REPLAYED`).
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ from engine.config import EngineConfig, ModelConfig, SpeculativeConfig
 from engine.depth import DRAFT_COST, GUESSED, Costs, DepthController, draft_cost
 from engine.model import Model, best_of
 from engine.ops.registry import DECODE_ROWS, VariantUnsupported
-from engine.replay import as_array
+from engine.replay import RowsReplay, as_array
 from engine.sampling import GREEDY, Sampling, kept_scores
 from engine.weights import Matrix
 
 if TYPE_CHECKING:
     from engine.generate import Engine
     from engine.tokenizer import Tokenizer
+
+RECORDED = "recorded"
+"""Name of verifications that are recorded passes, and of their rollback, in what was executed."""
 
 MOST_DEPTH = DECODE_ROWS - 1
 """Most tokens drafted at once: the token itself and its drafts are one pass of a decode step's kernels."""
@@ -97,11 +102,23 @@ def accept_sampled(target: mx.array, proposal: mx.array, drafts: mx.array, key: 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens uint32 ``[depth]`` on the device; `proposal` are the probabilities they were drawn from, float32
-    ``[depth, vocabulary]``, or None if they were not drawn."""
+    """Proposed tokens: on the device, uint32 ``[depth]``, or on the host; `proposal` are the probabilities they were
+    drawn from, float32 ``[depth, vocabulary]``, or None if they were not drawn."""
 
-    ids: mx.array
+    given: mx.array | tuple[int, ...]
     proposal: mx.array | None = None
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    @property
+    def ids(self) -> mx.array:
+        """The tokens on the device, uint32 ``[depth]``."""
+        return self.given if isinstance(self.given, mx.array) else mx.array(self.given, dtype=mx.uint32)
+
+    def tokens(self) -> list[int]:
+        """The tokens on the host; waits for them if need be."""
+        return self.given.tolist() if isinstance(self.given, mx.array) else list(self.given)  # pyright: ignore[reportReturnType]
 
 
 class Drafter(Protocol):
@@ -152,7 +169,7 @@ class NgramDrafter:
     ) -> Draft | None:
         """Tokens after the longest suffix found, or None."""
         found = self.lookup(history, token, depth)
-        return None if found is None else Draft(mx.array(found, dtype=mx.uint32))
+        return None if found is None else Draft(tuple(found))
 
     def lookup(self, history: Sequence[int], token: int, depth: int) -> list[int] | None:
         """The same, as ids."""
@@ -479,15 +496,23 @@ def _cut(inputs: Inputs, start: int, end: int) -> Inputs:
 
 @dataclass
 class Verified:
-    """A verification in flight: `chosen` are greedy tokens ``[T]`` or logits ``[T, vocabulary]``."""
+    """A verification in flight: `chosen` are greedy tokens ``[T]`` or logits ``[T, vocabulary]``.
 
-    start: Snapshot
+    One of a recorded pass has ended; it has no `start`, and greedy tokens are a list.
+    """
+
+    position: int
+    start: Snapshot | None
     rows: int
-    chosen: mx.array
-    finite: mx.array
+    chosen: Any
+    finite: Any
     hidden: mx.array | None
     kept: list[Any]
     held: int
+
+    def choices(self) -> list[int]:
+        """Greedy tokens on the host; waits for them."""
+        return self.chosen if isinstance(self.chosen, list) else self.chosen.tolist()
 
 
 class Verifier:
@@ -502,10 +527,23 @@ class Verifier:
         self._cores: dict[int, Core] = {}
         self._traces: dict[tuple[int, int, int, bool], tuple[Callable[..., Any], dict]] = {}
 
-    def run(self, tokens: mx.array, scores: bool) -> Verified:
-        """Submit one pass over `tokens` ``[T]``; the cache holds all of them until `keep` takes some back."""
-        cache, rows = self.engine.cache, tokens.shape[0]
+    def replay(self, rows: int) -> RowsReplay | None:
+        """What runs recorded passes of so many rows, where there is one."""
+        replay = self.engine.replay
+        if isinstance(replay, RowsReplay) and 1 < rows <= replay.rows and not self.exact:
+            return replay
+        return None
+
+    def run(self, tokens: Sequence[int] | mx.array, scores: bool, recorded: bool = True) -> Verified:
+        """Submit one pass over `tokens` ``[T]``; the cache holds all of them until `keep` takes some back.
+
+        recorded: let it be a recorded pass, where there are such; that is waited for.
+        """
+        cache, rows = self.engine.cache, len(tokens)
         cache.reserve(cache.position + rows)
+        if recorded and (replay := self.replay(rows)) is not None:
+            return self._recorded(replay, tokens, scores)
+        tokens = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens), dtype=mx.uint32)
         self.engine.ops.recorder.record("verify", self.name, f"rows {rows}")
         if self.exact:
             return self._row_by_row(tokens, scores)
@@ -517,7 +555,17 @@ class Verifier:
             chosen, finite, hidden, kept = self._pass(tokens, view, scores)
             cache.advance(rows)
         mx.async_eval(chosen, finite, cache.arrays())
-        return Verified(start, rows, chosen, finite, hidden if self.wants_hidden else None, kept, rows)
+        hidden = hidden if self.wants_hidden else None
+        return Verified(start.position, start, rows, chosen, finite, hidden, kept, rows)
+
+    def _recorded(self, replay: RowsReplay, tokens: Sequence[int] | mx.array, scores: bool) -> Verified:
+        start, rows = self.engine.position, len(tokens)
+        self.engine.ops.recorder.record("verify", RECORDED, f"rows {rows}")
+        fed: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
+        chosen, logits = replay.verify(fed, scores)
+        hidden = replay.hidden() if self.wants_hidden else None
+        finite = np.bool_(replay.finite)
+        return Verified(start, None, rows, chosen if logits is None else logits, finite, hidden, [], rows)
 
     def _traced(self, rows: int) -> bool:
         """Compiled like the plain step, unless an op reads back to the host for so many rows."""
@@ -574,7 +622,8 @@ class Verifier:
             if self.wants_hidden:
                 hidden.append(state["hidden"])
         rows, count = mx.concatenate(hidden, axis=1) if hidden else None, tokens.shape[0]
-        return Verified(start, count, mx.concatenate(chosen), state["finite"], rows, marks, count)
+        chosen = mx.concatenate(chosen)
+        return Verified(start.position, start, count, chosen, state["finite"], rows, marks, count)
 
     def keep(self, verified: Verified, rows: int) -> None:
         """Leave only the first `rows` of a verification in the cache; may be called again with fewer."""
@@ -582,6 +631,11 @@ class Verifier:
         if rows == verified.held:
             return
         verified.held = rows
+        if verified.start is None:
+            assert isinstance(self.engine.replay, RowsReplay)
+            self.engine.ops.recorder.record("rollback", RECORDED, f"rows {rows}")
+            self.engine.replay.keep(verified.position, rows)
+            return
         if self.exact:
             cache.restore(verified.kept[rows - 1])
             return
@@ -667,13 +721,16 @@ class Speculator:
         if costs is None:
             costs = self._measured(name)
         self.drafter = self._drafter(name, draft, frequent)
+        recorded = engine.trace == "replay" and not self.config.exact_verify and engine.trusts("recorded_rows")
         rollback = self._rollback(costs)
-        self.costs = costs.taking_back_by(rollback)
+        self.costs = costs.taking_back_by("replay" if recorded else rollback)
         self.depth = self.config.depth
         """Drafts of a step where no controller chooses."""
         self.controller = DepthController(self.costs, self.config.depth) if self.config.adaptive else None
         # Where no depth can pay even the head's own pass over the prompt is saved.
         self.idle = self.controller is not None and not self.controller.can_pay()
+        self.records = recorded and not self.idle
+        """Whether greedy verifications are to be recorded passes (`engine.replay.RowsReplay`)."""
         self.wants_hidden = name == "mtp" and not self.idle
         self.verifier = Verifier(engine, rollback, self.config.exact_verify, self.wants_hidden)
         self.judge: Callable[[Sequence[int], Sequence[int]], int] = agreed
@@ -775,7 +832,7 @@ class Speculator:
             return []
         self._scored += 1
         fed = list(tokens[:count])
-        verified = self.verifier.run(mx.array(fed, dtype=mx.uint32), True)
+        verified = self.verifier.run(fed, True)
         self.observe(fed, verified.hidden)
         return [verified.chosen.astype(mx.float32)]
 
@@ -783,7 +840,7 @@ class Speculator:
         """A verification of each number of rows that may come, so that no answer waits for its trace; then forget."""
         if not self.idle:
             for rows in range(2, self.config.depth + 2):
-                mx.eval(self.verifier.run(mx.zeros((rows,), mx.uint32), False).chosen)
+                self.verifier.run([0] * rows, False).choices()
         self.engine.reset()
 
     # -- decoding --------------------------------------------------------------------------
@@ -844,9 +901,9 @@ class Speculator:
         draft = self.drafter.draft(self.history(), token, depth, sampling, key)
         if draft is None and self._forced is not None:
             # A measurement of forced acceptance must draft at every step.
-            draft = Draft(mx.array([token] * depth, dtype=mx.uint32))
+            draft = Draft((token,) * depth)
         if draft is not None:
-            self.engine.ops.recorder.record("draft", self.config.drafter, f"depth {draft.ids.shape[0]}")
+            self.engine.ops.recorder.record("draft", self.config.drafter, f"depth {len(draft)}")
         return draft
 
     def _recorded(self, count: int, left: int, sampling: Sampling) -> int:
@@ -854,8 +911,15 @@ class Speculator:
         replay = self.engine.replay
         if replay is None or sampling.temperature:
             return 0
+        if self._in_place:
+            return count
         made = count - (self.wants_hidden and count < left)
         return made if made >= (1 if replay.running else LEAST_REPLAYED) else 0
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether plain steps and verifications are recorded alike, so that nothing is handed over between them."""
+        return self.verifier.replay(2) is not None
 
     def _replayed(self, token: int, count: int) -> Generator[int, None, None]:
         """`count` steps of the recorded kind."""
@@ -874,7 +938,13 @@ class Speculator:
         finally:
             # Not after a fault, which leaves an empty cache; steps still in flight have fed tokens too.
             if engine.position > before:
-                self.missed([*fed, *(each.item() for each in pending)][:-1])
+                rows, replay = [*fed, *(each.item() for each in pending)][:-1], engine.replay
+                if self.wants_hidden and isinstance(replay, RowsReplay) and replay.running:
+                    if rows[:-1]:
+                        self.missed(rows[:-1])
+                    self.observe(rows[-1:], replay.hidden())
+                else:
+                    self.missed(rows)
 
     def _plain(
         self, token: int, count: int, recorded: int, sampling: Sampling, key: mx.array | None
@@ -915,8 +985,13 @@ class Speculator:
         self, token: int, draft: Draft, sampling: Sampling, key: mx.array | None, stops: frozenset[int]
     ) -> Generator[int, None, None]:
         """One verification: its tokens, in order."""
-        fed = mx.concatenate([mx.array([token], dtype=mx.uint32), draft.ids])
-        verified = self.verifier.run(fed, sampling.temperature > 0)
+        sampled = sampling.temperature > 0
+        if not sampled and self.verifier.replay(len(draft) + 1) is not None:
+            draft = Draft(tuple(draft.tokens()))
+            verified = self.verifier.run([token, *draft.tokens()], False)
+        else:
+            fed = mx.concatenate([mx.array([token], dtype=mx.uint32), draft.ids])
+            verified = self.verifier.run(fed, sampled, False)
         drafts, accepted, following = self._judged(verified, draft, sampling, key, stops)
         self.counts.add(len(drafts), accepted)
         if self.controller is not None:
@@ -931,7 +1006,7 @@ class Speculator:
         finally:
             # Closed within the draft: what was not handed out is taken back too.
             self.verifier.keep(verified, handed)
-            self.engine.cache.state["token"] = mx.array([made[handed - 1]], dtype=mx.uint32)
+            self.engine.feed(made[handed - 1])
             hidden = None if verified.hidden is None else verified.hidden[:, :handed]
             self.observe([token, *made[: handed - 1]], hidden)
 
@@ -941,10 +1016,10 @@ class Speculator:
         """Drafts, how many are kept, and the token after them; read back in one wait."""
         if sampling.temperature:
             return self._sampled(verified, draft, sampling, key, stops)
-        mx.eval(verified.chosen, verified.finite, draft.ids)
+        if verified.start is not None:
+            mx.eval(verified.chosen, verified.finite, draft.ids)
         self._check(verified)
-        drafts: list[int] = draft.ids.tolist()  # pyright: ignore[reportAssignmentType]
-        choices: list[int] = verified.chosen.tolist()  # pyright: ignore[reportAssignmentType]
+        drafts, choices = draft.tokens(), verified.choices()
         accepted = self.judge(drafts, choices) if self._forced is None else self._toss(len(drafts))
         return _stopped(drafts, accepted, choices[accepted], stops)
 
@@ -958,7 +1033,7 @@ class Speculator:
             every = mx.arange(target.shape[-1], dtype=mx.uint32)
             proposal = (every[None] == draft.ids[:, None]).astype(mx.float32)
         kept, following = accept_sampled(target, proposal, draft.ids, key)
-        drafts: list[int] = draft.ids.tolist()  # pyright: ignore[reportAssignmentType]
+        drafts = draft.tokens()
         self._check(verified)
         accepted = int(kept.item())  # pyright: ignore[reportArgumentType]
         after = int(following.item())  # pyright: ignore[reportArgumentType]
@@ -969,7 +1044,7 @@ class Speculator:
 
     def _check(self, verified: Verified) -> None:
         if not verified.finite.item():
-            self.engine._give_up(f"a logit of the {verified.rows} rows from position {verified.start.position}")
+            self.engine._give_up(f"a logit of the {verified.rows} rows from position {verified.position}")
 
     def _toss(self, drafted: int) -> int:
         """Forced acceptance: leading drafts kept, each with the forced probability, whatever the model says."""

@@ -540,8 +540,7 @@ class Tuner:
         chosen = self.tuned(known)
         how: dict[str, Any] = {"fusion": chosen.fusion or FUSIONS[0][0], "trace": chosen.trace or FUSIONS[0][1]}
         engine = self._engine(known, **how)
-        # Drafts are verified by no other trace.
-        return engine, {**how, "trace": how["trace"] if how["trace"] in ("eager", "layer") else "step"}
+        return engine, how
 
     def _drafts(self, refused: list[dict[str, Any]], known: Mapping[str, Any]) -> dict[str, Any]:
         """Steps with 1, 2, … drafts, all kept, beside plain ones: priming, the way to the host and all."""
@@ -687,13 +686,13 @@ def _verifying(engine: Engine, rows: int, kept: int) -> Work:
     """So many verifications of `rows` rows, of which `kept` stay; each is read back, as drafting needs it."""
     assert engine.speculator is not None
     mark, verifier = engine.snapshot(), engine.speculator.verifier
-    tokens = mx.array([5 + i for i in range(rows)], dtype=mx.uint32)
+    tokens = [5 + i for i in range(rows)]
 
     def work(passes: int) -> None:
         engine.restore(mark)
         for _ in range(passes):
             verified = verifier.run(tokens, False)
-            mx.eval(verified.chosen)
+            verified.choices()
             verifier.keep(verified, kept)
         mx.eval(engine.cache.arrays())
 

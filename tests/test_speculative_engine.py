@@ -11,9 +11,11 @@ import pytest
 from scipy import stats
 
 import engine as package
+from engine import proof
 from engine.checkpoint import load
 from engine.config import DecodeConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from engine.depth import GUESSED, Costs, DepthController
+from engine.device import device_kind
 from engine.generate import Engine, NonFinite
 from engine.ops import VariantUnsupported
 from engine.sampling import Sampling, kept_scores, sample
@@ -442,6 +444,14 @@ def test_the_depth_follows_the_table_at_full_width(drafter):
                 assert len(engine.decode(engine.prefill(IDS), 60)) == 60
                 counts = engine.speculation()
                 assert counts["accepted"] == 0 and counts["steps"] <= 18 and counts["plain"] >= 42
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("unit", proof.CUDA_ONLY)
+def test_recorded_steps_and_verifications_of_the_embedded_model(unit):
+    if device_kind() != "cuda":
+        pytest.skip("steps are recorded on CUDA")
+    assert proof.UNITS[unit]() <= proof.BOUNDS[unit]
 
 
 def test_forced_acceptance_is_what_was_asked_for(weights):

@@ -352,11 +352,15 @@ class Device:
         self._call("cuModuleGetFunction", ctypes.byref(function), module, kernel.name.encode())
         return function
 
+    def start(self, graph: ctypes.c_void_p) -> None:
+        """Start a graph behind what runs already."""
+        self._call("cuGraphLaunch", graph, self._stream)
+
     def run(self, graph: ctypes.c_void_p) -> ctypes.c_void_p:
-        """Start a graph behind what runs already; returns an event that `wait` takes, once."""
+        """The same; returns an event that `wait` takes, once."""
         event = ctypes.c_void_p()
         self._call("cuEventCreate", ctypes.byref(event), 2)  # without a time
-        self._call("cuGraphLaunch", graph, self._stream)
+        self.start(graph)
         self._call("cuEventRecord", event, self._stream)
         return event
 
@@ -389,12 +393,12 @@ class Device:
             self._stream,
         )
 
-    def host_words(self, count: int) -> tuple[int, Sequence[int]]:
-        """32-bit words in the host's memory, which kernels write and the host reads: their address, and they."""
+    def host_words(self, count: int) -> tuple[int, Any]:
+        """32-bit words in the host's memory, which kernels read and write: their address, and they."""
         place = ctypes.c_void_p()
         self._call("cuMemHostAlloc", ctypes.byref(place), ctypes.c_size_t(4 * count), ctypes.c_uint(3))
         assert place.value is not None
-        return place.value, (ctypes.c_uint32 * count).from_address(place.value)  # pyright: ignore[reportReturnType]
+        return place.value, (ctypes.c_uint32 * count).from_address(place.value)
 
 
 @cache

@@ -53,6 +53,9 @@ def gated_delta_metal(
 ) -> tuple[mx.array, list[mx.array], mx.array]:
     """Arguments and result as the op says; heads of 128. With `normed` False the read-out is returned ungated.
 
+    A state of several, ``[rows, value heads, 128, 128]``, of which the first is read, asks for the state after every
+    row: the result has that shape, the state after all rows first, that after fewer rows at their number.
+
     The state must be row-contiguous; qkv, z, b and a may be parts of larger arrays whose last axis is dense, else NaN
     comes out. Up to eight rows the new convolution rows are views of `qkv`, not copies.
 
@@ -61,14 +64,17 @@ def gated_delta_metal(
     dtype: of the result; None: as qkv.
 
     Raises:
-        KernelError: another head size, types that differ, or a tile that does not exist.
+        KernelError: another head size, types that differ, as many states as neither one nor rows, or a tile that does
+            not exist.
     """
     key_heads, key_dim, value_heads, value_dim = sizes
     check(qkv, z, conv, state, w, sizes)
     tile = (columns, simdgroups or (DIM // columns if normed else 4))
     if tile not in (NORMED_TILES if normed else TILES):
         raise KernelError(f"gated_delta=registers has no tile of {tile[0]} columns x {tile[1]} simdgroups")
-    rows = qkv.shape[1]
+    rows, states = qkv.shape[1], state.shape[0]
+    if states not in (1, rows):
+        raise KernelError(f"gated_delta=registers keeps the last state or one for each of {rows} rows, not {states}")
     kernel = loader.load(TOPIC)["step"]
     out, new = loader.launch(
         Launch(
@@ -81,6 +87,7 @@ def gated_delta_metal(
                 COLUMNS=columns,
                 SIMDGROUPS=tile[1],
                 NORMED=normed,
+                EACH=states > 1,
             ),
             grid=(DIM // columns * SIMD, value_heads, 1),
             threadgroup=(tile[1] * SIMD, 1, 1),

@@ -5,15 +5,17 @@
 // qkv [1, rows, queries | keys | values], z [1, rows, value heads · 128] of T and b, a [1, rows, value heads] are read
 // by their strides, so that they may be parts of one product's output, but the last axis of qkv and z must be dense and
 // their rows must start on 16 bytes. kept0, kept1, kept2 of T are the three rows before, oldest first; state float32
-// [1, value heads, 128 values, 128 keys]; conv [channels, 4, 1] of T; a_log, dt_bias [value heads]; gain [128].
+// [1, value heads, 128 values, 128 keys], or several of which the first is read; conv [channels, 4, 1] of T; a_log,
+// dt_bias [value heads]; gain [128].
 
 // kernel: step
 // inputs: qkv z b a kept0 kept1 kept2 state conv a_log dt_bias gain
 // dense: kept0 kept1 kept2 state conv a_log dt_bias gain
 // outputs: out new_state
-// template: typename T, typename O, int ROWS, int COLUMNS, int SIMDGROUPS, bool NORMED
+// template: typename T, typename O, int ROWS, int COLUMNS, int SIMDGROUPS, bool NORMED, bool EACH
 //
-// out [1, rows, value heads · 128] of O: the read-out S q, or its gated norm; new_state as state.
+// out [1, rows, value heads · 128] of O: the read-out S q, or its gated norm; new_state as state. With EACH it holds rows
+// states: the one after all rows is its first, that after fewer rows stands at their number. It may be `state` itself.
 // Grid: (128 / SPAN) × value heads threadgroups of SIMDGROUPS simdgroups, SPAN = COLUMNS · SIMDGROUPS value columns
 // each; the state is read once and written once however many rows there are. The threadgroups of a head (and of the
 // value heads that share its key head) each convolve its queries and keys anew: under 3 KB a row against 64 KB of state.
@@ -21,6 +23,7 @@
 // COLUMNS     value columns of a simdgroup: 4, 8 or 16.
 // SIMDGROUPS  simdgroups of a threadgroup.
 // NORMED      apply RMSNorm(out) · gain · silu(z); needs a head's 128 columns in one threadgroup (SPAN = 128).
+// EACH        leave the state after every row, not only after the last.
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint index = thread_index_in_threadgroup;
@@ -150,6 +153,15 @@ for (uint first = 0u; first < rows; first += uint(ROWS)) {
       // Lane `part` of the eight stores column `part`: a simdgroup's columns lie side by side.
       if (part == uint(c)) read = multiply_add(decay, sum[HELD + c], delta * sum[2 * HELD]);
       UNROLL for (int i = 0; i < KEYS; ++i) held[c][i] = multiply_add(delta, key[i], decay * held[c][i]);
+    }
+    if constexpr (EACH) {
+      const uint after = first + t + 1u;
+      if (after < rows) {
+        device float* to = new_state + after * heads * 16384u + place;
+        UNROLL for (int c = 0; c < HELD; ++c) {
+          UNROLL for (int w = 0; w < KEYS / 4; ++w) store_word(held[c] + w * 4, to + uint(c) * 512u + uint(w) * 32u);
+        }
+      }
     }
     if (part < uint(HELD)) {
       const uint column = own + part * 4u;

@@ -10,7 +10,7 @@ from simulator import Simulator
 
 from engine.config import EngineConfig
 from engine.kernels import gated_delta, loader
-from engine.kernels.loader import Launch
+from engine.kernels.loader import KernelError, Launch
 from engine.ops import bind, relative_rms
 
 pytestmark = pytest.mark.skipif(simulator.missing() is not None, reason=str(simulator.missing()))
@@ -136,6 +136,27 @@ def test_rows_together_are_the_rows_one_by_one(rows, monkeypatch):
     assert relative_rms(together[2], state) < 1e-6
     for got, want in zip(together[1], conv, strict=True):
         assert got.shape == want.shape and mx.array_equal(got, want).item()
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(2, (4, 2)), (8, (8, 4)), (11, (16, 2))])
+def test_the_state_after_each_row_may_be_kept(rows, tile, monkeypatch):
+    """The last one first, the others at their number; accesses clean, and each state written once."""
+    simulated, checked = Simulator(), Simulator(checked=True)
+    given = arguments((rows, 1, 2, 4), mx.float32)
+    conv, state = given[4], given[5]
+    several = mx.concatenate([state, mx.full((rows - 1, *state.shape[1:]), float("nan"))])
+    how = {"columns": tile[0], "simdgroups": tile[1], "normed": False}
+    out, _, every = run(checked, (*given[:5], several, *given[6:]), monkeypatch, **how)
+    assert every.shape == several.shape
+    ((_, moved),) = checked.traffic
+    assert moved["new_state"].stored == rows * moved["state"].loaded == rows * 2 * STATE
+    assert relative_rms(out, run(simulated, given, monkeypatch, **how)[0]) < 1e-6
+    for row in range(rows):
+        single = [part[:, row : row + 1] for part in given[:4]]
+        _, conv, state = run(simulated, (*single, conv, state, *given[6:]), monkeypatch, **how)
+        assert relative_rms(every[(row + 1) % rows][None], state) < 1e-6
+    with pytest.raises(KernelError, match="one for each of"):
+        run(simulated, (*given[:5], mx.repeat(state, rows + 1, axis=0), *given[6:]), monkeypatch, **how)
 
 
 @pytest.mark.parametrize("order", [1, 2], ids=["reversed", "shuffled"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +17,7 @@ from graphs import run_as_graph
 from rotary_cases import SIZES, agrees, arguments
 from simulator import Simulator
 
+from engine.cache import CacheError
 from engine.config import DecodeConfig, EngineConfig, SpeculativeConfig
 from engine.depth import Costs
 from engine.folded import FoldedModel, unfit
@@ -25,8 +26,9 @@ from engine.kernels import cuda, loader, rotary, step
 from engine.kernels.loader import KernelError, Launch
 from engine.ops import bind, relative_rms
 from engine.ops.registry import VariantUnsupported
-from engine.replay import Replay, ReplayedCache, unsupported
-from engine.speculative import Draft
+from engine.replay import Replay, ReplayedCache, RowsReplay, unsupported
+from engine.sampling import Sampling
+from engine.speculative import Draft, Speculator
 from engine.synthetic import make_weights, tiny_config
 from engine.weights import Matrix
 
@@ -64,6 +66,10 @@ class Memory:
 
     def run(self, graph: Any) -> object:
         self.runs += 1
+        self.start(graph)
+        return object()
+
+    def start(self, graph: Any) -> None:
         for call, addresses, strides in graph:
             inputs = [_seen(at, array, steps) for at, array, steps in zip(addresses, call.inputs, strides)]
             there = addresses[len(inputs) :]
@@ -73,7 +79,6 @@ class Memory:
             for at, array in zip(there, made):
                 plain = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
                 ctypes.memmove(at, plain.tobytes(), plain.nbytes)
-        return object()
 
     def wait(self, event: object) -> None:
         pass
@@ -87,8 +92,8 @@ class Memory:
         ctypes.memmove(to, np.full(count, word, np.uint32).tobytes(), 4 * count)
 
     def host_words(self, count: int) -> tuple[int, Sequence[int]]:
-        self.words = (ctypes.c_uint32 * count)()
-        return ctypes.addressof(self.words), self.words
+        words = (ctypes.c_uint32 * count)()
+        return ctypes.addressof(words), words
 
 
 def _shapes_only(call: Launch) -> Launch:
@@ -152,7 +157,7 @@ def test_replayed_tokens_and_state_are_those_of_separate_ops(weights):
     assert made.decode(7, 5) == plain.decode(7, 5) and memory.graphs == 4
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("ngram", marks=pytest.mark.full), "mtp"])
+@pytest.mark.parametrize("drafter", ["ngram", pytest.param("mtp", marks=pytest.mark.full)])
 def test_drafts_between_replayed_steps(drafter):
     """Forced wrong drafts make the depth step aside: rests are replayed, verifications are not, tokens are the same."""
     weights = make_weights(TINY, 0, dtype=mx.float32, mtp=True)
@@ -205,6 +210,145 @@ def test_drafts_between_replayed_steps(drafter):
     assert {tile for op, _, tile in ran if op == "verify"} == {"rows 2", "rows 3"}
 
 
+def verifying(weights, drafter: str = "ngram", depth: int = 3, **fields: Any) -> tuple[Engine, Engine, Memory]:
+    """An engine of separate ops, and one that drafts, whose verifications are recorded passes."""
+    plain, made, memory = engines(weights)
+    config = EngineConfig(decode=DecodeConfig(trace="eager"))
+    config.speculative = SpeculativeConfig(drafter, depth, **fields)  # pyright: ignore[reportArgumentType]
+    drafting = Engine(TINY, weights, config, vocabulary=VOCABULARY, costs=Costs((1, *(1.2,) * 7)))
+    drafting.cache, drafting.trace = ReplayedCache(TINY, drafting.dtype, 256), "replay"
+    recorder = drafting.ops.recorder
+    drafting.replay = RowsReplay(TINY, made.model, drafting.cache, recorder, memory, depth + 1)
+    if drafter == "mtp":
+        drafting.cache.state["hidden"] = mx.zeros((1, 1, TINY.hidden_size), drafting.dtype)
+    # Nothing is compiled here: that is for other tests.
+    assert drafting.speculator is not None
+    drafting.speculator.verifier._traced = lambda rows: False
+    drafting._traced_step = drafting._eager_step
+    return plain, drafting, memory
+
+
+def knowing(engine: Engine, text: list[int], right: Callable[[int], int]) -> None:
+    """Draft the text that plain decoding makes, with the first `right` of each draft true and the next wrong."""
+
+    def draft(history, token, depth, *_):
+        at = len(history) + 1
+        assert text[:at] == [*history, token], "the history told to drafters is what was fed"
+        found = text[at : at + depth]
+        most = right(len(found))
+        wrong = [(each + 1) % 400 for each in found[most : most + 1]]
+        found = [*found[:most], *wrong, *found[most + 1 :]]
+        return Draft(tuple(found)) if found else None
+
+    assert engine.speculator is not None
+    engine.speculator.drafter.draft = draft
+
+
+@pytest.mark.parametrize(("depth", "after"), [(2, 3), pytest.param(7, 50, marks=pytest.mark.full)])
+def test_a_recorded_verification_is_taken_back_at_every_position(weights, depth, after):
+    """State and the next tokens are plain decoding's, by further steps and by further verifications."""
+    plain, made, memory = verifying(weights, depth=depth)
+    first, states = plain.prefill(IDS), []
+    assert made.prefill(IDS) == first
+    tokens, start = [first], made.snapshot()
+    for _ in range(depth + 1):
+        tokens += plain.decode(tokens[-1], 1)
+        states.append(plain.export_state())
+    tokens += plain.decode(tokens[-1], after + depth)
+    speculator = made.speculator
+    assert speculator is not None
+    for kept in range(depth + 1):
+        made.restore(start)
+        knowing(made, [*IDS, *tokens], lambda most, kept=kept: min(kept, most))
+        with closing(speculator.stream(first, 20)) as stream:
+            assert [next(stream) for _ in range(kept + 1)] == tokens[1 : kept + 2]
+        assert made.position == len(IDS) + kept + 1
+        state = made.export_state()
+        for name, want in states[kept].items():
+            assert relative_rms(state[name], want) <= 2e-5, (kept, name)
+        # On from there by what is recorded, without looking at the state in between.
+        made.restore(start)
+        with closing(speculator.stream(first, 20)) as stream:
+            for _ in range(kept + 1):
+                next(stream)
+        want = tokens[kept + 2 : kept + 2 + after]
+        if kept % 2:
+            speculator._depth = lambda left: 0
+        assert made.decode(tokens[kept + 1], after) == want, kept
+        speculator.__dict__.pop("_depth", None)
+    ran = {(row["op"], row["variant"], row["tile"]) for row in made.executed()}
+    assert {("verify", "recorded", f"rows {depth + 1}"), ("rollback", "recorded", "rows 1")} <= ran
+    assert ("decode_step", "replay", "") in ran and memory.graphs == 1 + 2 * depth
+
+
+def test_recorded_verifications_meet_everything_else(weights):
+    """Drafts closed within, a look at the state in between, growth, samples, scores, a bad state."""
+    plain, made, memory = verifying(weights, depth=2)
+    first = plain.prefill(IDS)
+    tokens = [first, *plain.decode(first, 20)]
+    made.prefill(IDS)
+    start, text, speculator = made.snapshot(), [*IDS, *tokens], made.speculator
+    assert speculator is not None
+    knowing(made, text, lambda most: most)
+    with closing(speculator.stream(first, 20)) as stream:
+        assert next(stream) == tokens[1]
+        assert made.export_state()["keys"].shape[2] == made.position == len(IDS) + 3
+    assert made.position == len(IDS) + 1, "what was not handed out is taken back"
+    rng = np.random.default_rng(1)
+    knowing(made, text, lambda most: int(rng.integers(0, most + 1)))
+    assert made.decode(tokens[1], 8) == tokens[2:10]
+    made.cache.reserve(700)
+    assert made.decode(tokens[9], 4) == tokens[10:14] and made.speculation()["rollbacks"] > 1
+    # Samples keep to what they were; greedy ones come back to the recorded passes after them.
+    made.reset_executed()
+    speculator.drafter.draft = lambda history, token, depth, *_: Draft(mx.array([token] * depth, dtype=mx.uint32))
+    list(made.generate([tokens[13]], 3, Sampling(0.7)))
+    ran = {row["variant"] for row in made.executed() if row["op"] == "verify"}
+    assert ran and "recorded" not in ran
+    made.restore(start)
+    assert made.decode(first, 3) == tokens[1:4]
+    # The guard scores recorded rows of every number.
+    made.restore(start)
+    plain.reset()
+    plain.prefill(IDS)
+    made.reset_executed()
+    assert relative_rms(made.logits(tokens[:8], "decode"), plain.logits(tokens[:8], "decode")) <= 2e-5
+    ran = {row["tile"] for row in made.executed() if row["op"] == "verify" and row["variant"] == "recorded"}
+    assert ran == {"rows 2", "rows 3"}
+    with pytest.raises(CacheError, match="not the last"):
+        made.replay.keep(len(IDS), 1)
+    made.restore(start)
+    made.cache.state["recurrent"][0] = made.cache.state["recurrent"][0] * float("nan")
+    with pytest.raises(RuntimeError, match="not finite"):
+        made.decode(first, 4)
+    assert made.position == 0
+    del made, speculator, stream
+    gc.collect()
+    assert memory.graphs == 0
+
+
+def test_the_draft_head_reads_the_hidden_rows_of_recorded_passes():
+    """Its drafts, and what comes of them, are those it makes beside passes that MLX runs."""
+    weights = make_weights(TINY, 0, dtype=mx.float32, mtp=True)
+    plain, made, _ = verifying(weights, "mtp", depth=2)
+    config = EngineConfig(decode=DecodeConfig(trace="eager"), speculative=SpeculativeConfig("mtp", 2))
+    other = Engine(TINY, weights, config, vocabulary=VOCABULARY)
+    first = plain.prefill(IDS)
+    want = plain.decode(first, 8)
+    drafts = []
+    for engine in (made, other):
+        assert engine.prefill(IDS) == first and engine.speculator is not None
+        seen, draft = [], engine.speculator.drafter.draft
+        engine.speculator.drafter.draft = lambda *a, seen=seen, draft=draft: seen.append(draft(*a)) or seen[-1]
+        assert engine.decode(first, 4) == want[:4]
+        engine.speculator._depth = lambda left: 0
+        assert engine.decode(want[3], 1) == want[4:5]
+        del engine.speculator._depth
+        assert engine.decode(want[4], 3) == want[5:]
+        drafts.append([each.ids.tolist() for each in seen])
+    assert drafts[0] == drafts[1] and len(drafts[0]) > 2
+
+
 def test_restore_points_growth_and_scores(weights):
     """A restore point is not touched by later steps; a longer cache is recorded anew; scores take forced tokens."""
     plain, made, memory = engines(weights)
@@ -252,18 +396,63 @@ def test_a_logit_that_is_not_finite_is_told(weights):
 
 def test_what_mlx_computed_in_between_is_refused(weights):
     """It would be computed once, while recording, and never again."""
-    _, made, _ = engines(weights)
+    _, made, memory = engines(weights)
     made.prefill(IDS)
     embed = made.model.embed
     made.model.embed = lambda ids: embed(ids) + 0.0
-    with pytest.raises(KernelError, match="no recorded launch"):
-        made.decode(3, 1)
+    for _ in "ab":
+        with pytest.raises(KernelError, match="no recorded launch"):
+            made.decode(3, 1)
+        assert made.cache.away is None and made.export_state()["keys"].shape[2] == len(IDS)
+        made.replay = RowsReplay(TINY, made.model, made.cache, made.ops.recorder, memory, 2)
 
 
 def test_kernels_that_write_into_arrays_need_a_recorder():
     four = mx.zeros((4,), mx.uint32)
     with pytest.raises(KernelError, match="there already"):
         step.settle_metal(four[:1], mx.zeros((1,)), (four, mx.zeros((4,), mx.int32), four, mx.zeros((64,), mx.uint32)))
+
+
+@pytest.fixture
+def written():
+    """What each launch leaves in the arrays that it writes into."""
+    seen: list[list[mx.array]] = []
+
+    def note(call: Launch) -> list[mx.array]:
+        assert call.into is not None
+        simulated = Simulator()
+        simulated.before = [np.array(array.view(mx.uint16)).tobytes() for array in call.into]
+        seen.append(simulated.launch(dataclasses.replace(call, into=None)))
+        return list(call.into)
+
+    with loader.recorded(note):
+        yield seen
+
+
+@pytest.mark.parametrize(("layers", "rows"), [(1, 1), (3, 2), (2, 3), (15, 8)])
+def test_rows_of_convolutions_move_on_and_back(layers, rows, written):
+    dtype = mx.float16 if layers == 1 else mx.float32
+    made = lambda key, *shape: mx.random.normal(shape, key=mx.random.key(key)).astype(dtype)  # noqa: E731
+    now, before = made(1, layers, 3, 136), made(2, layers, 3, 136)
+    new = [made(3 + i, 1, rows, 136) for i in range(layers)]
+    whole = mx.concatenate([now, mx.concatenate(new)], axis=1)
+    step.slide_metal(new, mx.array([99] * 4, mx.uint32), now, before, back=False)
+    after = written[0]
+    assert mx.array_equal(after[0], whole[:, rows:]) and mx.array_equal(after[1], now)
+    for kept in range(1, rows):
+        step.slide_metal(new, mx.array([kept] * 4, mx.uint32), after[0], after[1], back=True)
+        assert mx.array_equal(written[-1][0], whole[:, kept : kept + 3]) and mx.array_equal(written[-1][1], now)
+    with pytest.raises(KernelError, match="one type"):
+        step.slide_metal(new, mx.array([1] * 4, mx.uint32), now[:, :2], before, back=True)
+
+
+def test_a_state_of_fewer_rows_becomes_the_state(written):
+    states = mx.random.normal((2, 4, 1, 32, 64), key=mx.random.key(0))
+    step.back_metal(mx.array([2] * 4, mx.uint32), states)
+    ((after,),) = written
+    assert mx.array_equal(after[:, 0], states[:, 2]) and mx.array_equal(after[:, 1:], states[:, 1:])
+    with pytest.raises(KernelError, match="1024"):
+        step.back_metal(mx.array([2] * 4, mx.uint32), states[..., :31, :])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -319,6 +508,11 @@ def test_a_replay_that_fails_its_self_test_gives_way_to_the_compiled_step(weight
     made.engine.decode.trace = "replay"
     with pytest.raises(VariantUnsupported, match=r"trace=replay .*wrong tokens"):
         made._trace()
+    # Recorded passes of several rows have a self-test of their own.
+    made.engine.speculative = SpeculativeConfig("ngram", 2)
+    assert Speculator(made, costs=Costs((1,) * 8)).records
+    reasons[("unit", "recorded_rows")] = "its self-test failed here, wrong tokens"
+    assert not Speculator(made, costs=Costs((1,) * 8)).records
 
 
 def test_a_tuned_tile_of_the_head_is_the_same_in_every_form(weights):
