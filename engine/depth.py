@@ -51,12 +51,13 @@ class Costs:
 
 GUESSED = {
     "metal": Costs((1, 1.25, 1.45, 1.65, 1.9, 2.1, 2.35, 2.6), draft=0.15),
-    "cuda": Costs((1, 1.3, 1.55, 1.8, 2.05, 2.3, 2.5, 2.7), draft=0.3, replay=0.05),
+    "cuda": Costs((1, 2.9, 3.5, 4.0, 4.7, 5.1, 5.5, 5.9), draft=0.7, replay=0.85),
     "cpu": Costs((1, 1.55, 2.25, 2.9, 3.5, 4.1, 4.75, 5.35), draft=0.38, replay=0.2, states=0.2),
 }
 """Guesses by kind of device, to be replaced by what was measured on the chip: rows that go to different experts read
-different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model. On CUDA
-verifications are recorded like plain steps, and taking rows back copies one state of each layer."""
+different weights, so a row more is far from free. That of a CPU was measured once, on the embedded model, that of
+CUDA on an H200 where MLX launched verifications beside replayed steps: recorded ones should cost less, and until they
+are measured an engine drafts too seldom there rather than at a loss."""
 
 DRAFT_COST = {"mtp": 1.0, "ngram": 0.0, "model": 2.0}
 """The guessed cost of a draft by drafter, as a multiple of `Costs.draft`."""
