@@ -411,7 +411,7 @@ class Engine:
         if self.speculator is None:
             return self._advance(scores)
         fed = self.cache.state["token"]
-        # A recorded step hands out no hidden row.
+        # Not the recorded step: of several in flight only the last one's hidden row can be had.
         out = self._advance(scores, recorded=False)
         self.speculator.observe([fed], self.cache.state.get("hidden"))
         return out

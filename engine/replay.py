@@ -127,6 +127,8 @@ class ReplayedCache(Cache):
         return keys[0].shape[2] if keys else 1 << 62
 
     forgotten: Callable[[], None] | None = None
+    sequence = 0
+    """Grows whenever what is cached becomes another sequence."""
 
     def settle(self) -> None:
         if self.away is not None:
@@ -135,12 +137,14 @@ class ReplayedCache(Cache):
     def reset(self) -> None:
         if self.forgotten is not None:
             self.forgotten()
+        self.sequence += 1
         super().reset()
 
     def restore(self, snapshot: Snapshot) -> None:
         # What is away will not be looked at again: it need not come back.
         if self.forgotten is not None and snapshot.position <= min(self.position, self.capacity):
             self.forgotten()
+        self.sequence += 1
         super().restore(snapshot)
 
     def seek(self, position: int) -> None:
@@ -465,7 +469,7 @@ class RowsReplay(Replay):
     """
 
     MOST_GRAPHS = 64
-    """Passes of 1 to 8 rows, with logits and without, for two lengths: each has a graph to take rows back."""
+    """Passes of 1 to 8 rows, with logits and without, for two lengths; all but the first have one to take rows back."""
 
     def __init__(
         self,
@@ -490,6 +494,8 @@ class RowsReplay(Replay):
         self._kept_at, self._next_at = flat[0], flat[1:]
         self._fed_at, self._tokens = backend.host_words(rows)
         self._last: _Program | None = None
+        # Which sequence the last pass or `keep` left, where that pass began, and at which position.
+        self._left = -1, -1, -1
 
     def _states(self) -> list[mx.array]:
         return [self._every[i, :1] for i in range(len(self.config.linear_layers))]
@@ -505,6 +511,8 @@ class RowsReplay(Replay):
             The greedy token after each, and with `scores` the logits ``[T, vocabulary]``.
         """
         count, start = len(tokens), self.cache.position
+        # Recording may free graphs of earlier passes.
+        self._last = None
         program = self._pass(count, scores)
         slots = [(start + row) % step.RING for row in range(count)]
         for slot in slots:
@@ -514,18 +522,18 @@ class RowsReplay(Replay):
         event = self.backend.run(program.graphs[0])
         self.recorder.replay(program.tally)
         self.cache.position += count
-        self._fed, self._last = None, program
+        self._fed, self._last, self._left = None, program, (self.cache.sequence, start, self.cache.position)
         self.backend.wait(event)
         return [int(self.ring[slot]) for slot in slots], self._copy(program.logits[0]).squeeze(0) if scores else None
 
     def keep(self, start: int, rows: int) -> None:
-        """Leave only the first `rows` of the last `verify`, which began at `start`; again with fewer.
+        """Leave only the first `rows`, at least one, of the last `verify`, which began at `start`; again with fewer.
 
         Raises:
-            CacheError: other steps have run since.
+            CacheError: other rows have entered the cache since, or another sequence.
         """
-        program = self._last
-        if program is None or not start + rows < self.cache.position <= start + self.rows:
+        program, now = self._last, (self.cache.sequence, start, self.cache.position)
+        if program is None or now != self._left or not start < start + rows < self.cache.position:
             raise CacheError(f"rows from position {start} on are not the last of {self.cache.position}")
         if self._running is None:
             # Something has looked at the state since; what was left beside it still stands.
@@ -536,6 +544,7 @@ class RowsReplay(Replay):
         self.backend.start(program.graphs[1])
         self.backend.fill(self._at[0], start + rows, 4)
         self.cache.position = start + rows
+        self._left = self.cache.sequence, start, self.cache.position
         self._fed = int(self.ring[(start + rows - 1) % step.RING])
 
     def forget(self) -> None:

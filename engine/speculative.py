@@ -793,7 +793,7 @@ class Speculator:
         self.drafter.observe(tokens, hidden)
 
     def missed(self, tokens: Sequence[int]) -> None:
-        """Rows that entered the cache by recorded steps, which hand out no hidden rows."""
+        """Rows that entered the cache by recorded steps, of whose hidden rows at most the last is there."""
         if not self.idle:
             self._history += tokens
             if isinstance(self.drafter, MtpDrafter):
@@ -837,7 +837,10 @@ class Speculator:
         return [verified.chosen.astype(mx.float32)]
 
     def warm(self) -> None:
-        """A verification of each number of rows that may come, so that no answer waits for its trace; then forget."""
+        """A verification of each number of rows that may come, so that short answers wait for no trace; then forget.
+
+        A cache that has grown since, or a context twice as long, is traced anew where it comes up.
+        """
         if not self.idle:
             for rows in range(2, self.config.depth + 2):
                 self.verifier.run([0] * rows, False).choices()

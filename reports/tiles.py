@@ -11,6 +11,7 @@ from reports.cells import Result, Study
 from reports.tables import Column, Table
 
 TOGGLE = "tile_rows"
+"""The switch whose questions these tables answer."""
 
 
 def tiles(study: Study) -> list[Table]:
@@ -97,12 +98,18 @@ def _turns(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """One line a pair of tiles: between which numbers of rows an expert its ratio passes 1, or that it does not."""
     for on, pair, device in dict.fromkeys((row["on"], row["pair"], row["device"]) for row in rows):
         mine = [r for r in rows if (r["on"], r["pair"], r["device"]) == (on, pair, device) and r["ratio"] and r["rows"]]
-        found = [
-            f"{'pays' if second['ratio'] > 1 else 'no longer pays'} between {first['rows']} and {second['rows']} rows"
-            for first, second in pairwise(mine)
-            if (first["ratio"] > 1) != (second["ratio"] > 1) and first["rows"] != second["rows"]
+        signs: dict[int, set[bool]] = {}
+        for row in mine:
+            signs.setdefault(row["rows"], set()).add(row["ratio"] > 1)
+        # Contexts of several chunks give an expert as many rows as each other.
+        found = [f"both signs at {count} rows" for count, seen in signs.items() if len(seen) > 1]
+        plain = [(count, seen == {True}) for count, seen in signs.items() if len(seen) == 1]
+        found += [
+            f"{'pays' if ahead else 'no longer pays'} between {first} and {count} rows"
+            for (first, before), (count, ahead) in pairwise(plain)
+            if before != ahead
         ]
-        if not found and mine:
-            sign, seen = "ahead" if mine[0]["ratio"] > 1 else "behind", sorted({row["rows"] for row in mine})
-            found = [f"{sign} at all of {', '.join(map(str, seen))} rows an expert"]
+        if not found and plain:
+            seen = ", ".join(str(count) for count, _ in plain)
+            found = [f"{'ahead' if plain[0][1] else 'behind'} at all of {seen} rows an expert"]
         yield {"on": on, "pair": pair, "turns": "; ".join(found) or text.ABSENT, "device": device}

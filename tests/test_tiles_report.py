@@ -47,6 +47,8 @@ def run(folder: Path, ratios: dict[int, float], job: dict[str, Any] = JOB) -> Pa
         ({512: 1.1, 2048: 0.9}, "no longer pays between 16 and 64 rows"),
         ({512: 1.1, 1024: 1.2}, "ahead at all of 16, 32 rows an expert"),
         ({512: 0.9}, "behind at all of 16 rows an expert"),
+        ({512: 0.9, 2048: 0.95, 8192: 1.1}, "both signs at 64 rows"),
+        ({512: 0.9, 1024: 1.1, 2048: 0.95, 8192: 1.1}, "both signs at 64 rows; pays between 16 and 32 rows"),
     ],
 )
 def test_rows_an_expert_and_where_the_sign_changes(ratios, turns, tmp_path):

@@ -317,12 +317,23 @@ def test_recorded_verifications_meet_everything_else(weights):
     assert ran == {"rows 2", "rows 3"}
     with pytest.raises(CacheError, match="not the last"):
         made.replay.keep(len(IDS), 1)
+    # A stream whose sequence is gone takes nothing back from the next one, as long as it may be.
+    made.restore(start)
+    knowing(made, text, lambda most: most)
+    stale = speculator.stream(first, 20)
+    assert next(stale) == tokens[1]
+    made.export_state()
+    made.reset()
+    made.prefill(text[: len(IDS) + 3])
+    with pytest.raises(CacheError, match="not the last"):
+        stale.close()
+    assert made.position == len(IDS) + 3
     made.restore(start)
     made.cache.state["recurrent"][0] = made.cache.state["recurrent"][0] * float("nan")
     with pytest.raises(RuntimeError, match="not finite"):
         made.decode(first, 4)
     assert made.position == 0
-    del made, speculator, stream
+    del made, speculator, stream, stale
     gc.collect()
     assert memory.graphs == 0
 
