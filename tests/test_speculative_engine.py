@@ -29,7 +29,7 @@ REPEATED = (IDS[:12] * 5)[:55]
 CHEAP = Costs((1, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07))
 NEXT = 50
 """Tokens compared after a rollback."""
-ENDS = 60
+ENDS = (60, pytest.param(400, marks=pytest.mark.full))
 """Draws from end to end; 20,000 are drawn where the decision is made."""
 
 
@@ -225,8 +225,9 @@ class Sure:
         return []
 
 
+@pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("drafter", ["mtp", "sure"])
-def test_sampled_tokens_keep_their_distribution(embedded, drafter):
+def test_sampled_tokens_keep_their_distribution(embedded, drafter, ends):
     """From end to end, where the model hesitates between tokens that are drafted: most drafts are kept, not all."""
     how = Sampling(temperature=1.0, top_k=3)
     text = held_out(embedded, "code", 120)
@@ -238,14 +239,14 @@ def test_sampled_tokens_keep_their_distribution(embedded, drafter):
         engine.speculator.drafter = Sure(int(p.argmax()))
     engine.prefill(prompt[:-1], last=False)
     start, draws = engine.snapshot(), []
-    for seed in range(ENDS):
+    for seed in range(ends):
         draws.append(next(engine.generate(prompt[-1:], 2, how, seed=seed)))
         engine.restore(start)
     counts = np.bincount(draws, minlength=len(p))
     assert counts[p == 0].sum() == 0
-    assert stats.chisquare(counts[p > 0], ENDS * p[p > 0] / p.sum()).pvalue > 1e-4
+    assert stats.chisquare(counts[p > 0], ends * p[p > 0] / p.sum()).pvalue > 1e-4
     told = engine.speculation()
-    assert told["steps"] == ENDS and 0.2 * ENDS < told["accepted"] < 0.95 * ENDS
+    assert told["steps"] == ends and 0.2 * ends < told["accepted"] < 0.95 * ends
 
 
 def test_a_seed_fixes_drafted_samples(weights):
