@@ -481,13 +481,10 @@ class RowsReplay(Replay):
         rows: int,
     ):
         self.rows, layers = rows, len(config.linear_layers)
-        shape = (config.linear_num_value_heads, config.linear_value_head_dim, config.linear_key_head_dim)
-        # Of each layer the state, then those after 1, 2, … rows of a pass that are not all of it.
-        self._every = mx.zeros((layers, rows, *shape), mx.float32)
         # What convolutions read next, and what they read in the last pass.
         self._conv = mx.zeros((2, layers, PHASES - 1, config.conv_dim), cache.dtype)
         self._kept = mx.zeros((4,), mx.uint32)
-        mx.eval(self._every, self._conv, self._kept)
+        mx.eval(self._conv, self._kept)
         super().__init__(config, model, cache, recorder, backend)
         self._next = [[self._conv[0, i : i + 1, j : j + 1] for j in range(PHASES - 1)] for i in range(layers)]
         flat = self._addresses([self._kept, *sum(self._next, [])])
@@ -498,7 +495,11 @@ class RowsReplay(Replay):
         self._left = -1, -1, -1
 
     def _states(self) -> list[mx.array]:
-        return [self._every[i, :1] for i in range(len(self.config.linear_layers))]
+        layers, (_, *shape) = len(self.config.linear_layers), self._state_shape
+        # Of each layer the state, then those after 1, 2, … rows of a pass that are not all of it.
+        self._every = mx.zeros((layers, self.rows, *shape), mx.float32)
+        mx.eval(self._every)
+        return [self._every[i, :1] for i in range(layers)]
 
     def _ready(self, scores: bool) -> _Program:
         self._last = None

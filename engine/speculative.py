@@ -989,12 +989,14 @@ class Speculator:
     ) -> Generator[int, None, None]:
         """One verification: its tokens, in order."""
         sampled = sampling.temperature > 0
-        if not sampled and self.verifier.replay(len(draft) + 1) is not None:
-            draft = Draft(tuple(draft.tokens()))
-            verified = self.verifier.run([token, *draft.tokens()], False)
+        recorded = not sampled and self.verifier.replay(len(draft) + 1) is not None
+        if recorded:
+            # The host feeds recorded passes; what it has read is not read again.
+            ids = draft.tokens()
+            draft, fed = Draft(tuple(ids)), [token, *ids]
         else:
             fed = mx.concatenate([mx.array([token], dtype=mx.uint32), draft.ids])
-            verified = self.verifier.run(fed, sampled, False)
+        verified = self.verifier.run(fed, sampled, recorded)
         drafts, accepted, following = self._judged(verified, draft, sampling, key, stops)
         self.counts.add(len(drafts), accepted)
         if self.controller is not None:

@@ -177,7 +177,7 @@ def _single(
 
 @cache
 def _compiled_step() -> Step:
-    """`_step` in four launches instead of nine: on a GPU each token of each layer costs the host that many."""
+    """`_step` in six launches instead of nine: on a GPU each token of each layer costs the host that many."""
     return mx.compile(_step)
 
 
