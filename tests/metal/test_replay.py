@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -40,11 +41,16 @@ VOCABULARY = 453
 
 
 class Memory:
-    """A device that is this process's own memory; launches run one by one on the simulator when a graph is run."""
+    """A device that is this process's own memory; launches run one by one on the simulator.
+
+    It is as late as a device may be: nothing that is started has happened before it is waited for.
+    """
 
     def __init__(self) -> None:
         self.simulator = Simulator()
         self.runs = self.graphs = 0
+        self.started = self.ended = 0
+        self.queue: deque[tuple[Any, Callable[[], None]]] = deque()
 
     entered = 0
 
@@ -62,14 +68,22 @@ class Memory:
         return [(_shapes_only(call), addresses, strides) for call, addresses, strides in calls]
 
     def drop(self, graph: Any) -> None:
+        assert all(of is not graph for of, _ in self.queue), "a graph that runs is not freed"
         self.graphs -= 1
 
-    def run(self, graph: Any) -> object:
+    def start(self, graph: Any) -> None:
+        self._later(graph, lambda: self._launch(graph))
+
+    def run(self, graph: Any) -> int:
         self.runs += 1
         self.start(graph)
-        return object()
+        return self.started
 
-    def start(self, graph: Any) -> None:
+    def _later(self, of: Any, work: Callable[[], None]) -> None:
+        self.started += 1
+        self.queue.append((of, work))
+
+    def _launch(self, graph: Any) -> None:
         for call, addresses, strides in graph:
             inputs = [_seen(at, array, steps) for at, array, steps in zip(addresses, call.inputs, strides)]
             there = addresses[len(inputs) :]
@@ -80,16 +94,20 @@ class Memory:
                 plain = np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
                 ctypes.memmove(at, plain.tobytes(), plain.nbytes)
 
-    def wait(self, event: object) -> None:
-        pass
+    def wait(self, event: int) -> None:
+        while self.ended < event:
+            self.ended += 1
+            self.queue.popleft()[1]()
 
-    synchronize = lambda self: None  # noqa: E731
+    def synchronize(self) -> None:
+        self.wait(self.started)
 
     def copy(self, to: int, from_: int, size: int) -> None:
-        ctypes.memmove(to, from_, size)
+        self._later(None, lambda: ctypes.memmove(to, from_, size))
 
     def fill(self, to: int, word: int, count: int) -> None:
-        ctypes.memmove(to, np.full(count, word, np.uint32).tobytes(), 4 * count)
+        words = np.full(count, word, np.uint32).tobytes()
+        self._later(None, lambda: ctypes.memmove(to, words, len(words)))
 
     def host_words(self, count: int) -> tuple[int, Sequence[int]]:
         words = (ctypes.c_uint32 * count)()
